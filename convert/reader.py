@@ -1,0 +1,255 @@
+"""A checkpoint folder, opened by its headers, checked, and read tensor by tensor.
+
+    checkpoint = open_checkpoint(folder)         # config.json, index, headers; no data
+    checkpoint.check()                           # one error with everything that does not fit
+    for name, tensor in checkpoint.tensors(dtype=torch.bfloat16, native=True): ...
+
+Data are read through the page cache (mmap), in file order, one stored tensor at a time, into memory that belongs to the
+tensor that is yielded: at no time is there more than what was yielded, the stacks being filled and one stored tensor.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from dsv4.config import Dsv4Config
+from dsv4.convert import names
+from dsv4.convert.header import Shard, StoredTensor, read_shards
+from dsv4.convert.layout import INT64
+from dsv4.convert.names import Place, Scheme
+from dsv4.convert.packaging import refuse_packagings
+from dsv4.convert.plan import Format, Piece, Plan, Source, make_plan, module_of, part_shape, scale_place
+from dsv4.convert.problems import CheckpointError, Problems
+from dsv4.convert.tensors import (
+    as_scale,
+    check_codes,
+    check_ids,
+    check_range,
+    check_scale,
+    decode,
+    slice_of,
+)
+from dsv4.kernels.quantize import fp4_scale_shape, fp8_scale_shape
+
+CONFIG_NAME = "config.json"
+TARGET_DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
+
+Native = bool | Callable[[str], bool]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One folder: what it holds and how the model is made from it. Made by `open_checkpoint`.
+
+    scheme: naming scheme of the files. sources: our state_dict name -> how it is made (scales are not listed).
+    formats: our module name -> "dense", "fp8" or "fp4", for linear maps and expert banks. extras: known tensors that are
+    skipped, by group. problems: everything that does not fit; `check` raises it.
+    """
+
+    folder: Path
+    config: Dsv4Config
+    shards: tuple[Shard, ...]
+    plan: Plan
+    problems: Problems
+
+    @property
+    def scheme(self) -> Scheme:
+        return self.plan.scheme
+
+    @property
+    def sources(self) -> dict[str, Source]:
+        return self.plan.sources
+
+    @property
+    def formats(self) -> dict[str, Format]:
+        return self.plan.formats
+
+    @property
+    def extras(self) -> dict[str, list[str]]:
+        return self.plan.extras
+
+    def check(self) -> Self:
+        """Raises CheckpointError that lists every fault found in the headers; returns itself where there is none."""
+        if self.problems:
+            raise self.problems.error(self.folder)
+        return self
+
+    def summary(self) -> str:
+        """One line: naming, formats, and what is skipped."""
+        counts = Counter(self.formats.values())
+        formats = ", ".join(f"{counts[f]} modules {f}" for f in ("dense", "fp8", "fp4") if counts[f])
+        skipped = ", ".join(f"{len(found)} of {label}" for label, found in self.extras.items())
+        return f"{self.scheme} names; {formats}" + (f"; skipped {skipped}" if skipped else "")
+
+    def tensors(
+        self,
+        *,
+        dtype: torch.dtype,
+        native: Native = False,
+        layers: Collection[int] | None = None,
+        progress: Progress | None = None,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield (state_dict name, tensor) of the whole model, in file order; the tensors own their memory.
+
+        Args:
+            dtype: of what the model computes in; parameters that are float32 in memory stay float32, tid2eid int64.
+            native: which modules keep FP8 and FP4 codes as stored: all, none, or a predicate of our module name (the
+                keys of `formats`). A kept module yields its codes and, after them, `..._scale_inv`, bit for bit.
+            layers: only these blocks, and all that is outside the blocks.
+            progress: called with (bytes read, bytes to read) after every stored tensor.
+        Raises:
+            CheckpointError: `check` fails, or the data hold a NaN code or scale, or an expert id that does not exist.
+        """
+        filling: dict[str, list[Tensor]] = {}
+        left: dict[str, int] = {}
+        for read in self._read(dtype, native, layers, progress):
+            name = read.source.name
+            if name not in filling:
+                filling[name] = read.empty(read.source.spec.shape)
+                left[name] = len(read.source.pieces)
+            read.fill([slice_of(tensor, read.piece.place) for tensor in filling[name]])
+            left[name] -= 1
+            if left[name] == 0:
+                yield from zip((name, names.scale_of(name)), filling.pop(name), strict=False)
+
+    def parts(
+        self,
+        *,
+        dtype: torch.dtype,
+        native: Native = False,
+        layers: Collection[int] | None = None,
+        progress: Progress | None = None,
+    ) -> Iterator[tuple[Place, Tensor]]:
+        """As `tensors`, but experts one by one as the files keep them: no more than one stored tensor is held."""
+        for read in self._read(dtype, native, layers, progress):
+            place = read.piece.place
+            tensors = read.empty(part_shape(read.source.spec, place))
+            read.fill(tensors)
+            yield from zip((place, scale_place(place)), tensors, strict=False)
+
+    def _read(
+        self, dtype: torch.dtype, native: Native, layers: Collection[int] | None, progress: Progress | None
+    ) -> Iterator["_Read"]:
+        """Every stored tensor that is wanted, with its scale, in file order, its data checked."""
+        self.check()
+        if dtype not in TARGET_DTYPES:
+            expected = ", ".join(str(allowed) for allowed in TARGET_DTYPES)
+            raise ValueError(f"dtype is {dtype}; expected one of {expected}")
+        keep = native if callable(native) else lambda module: native
+        kept = {module for module, found in self.formats.items() if found != "dense" and keep(module)}
+        steps = [
+            (piece, source)
+            for source in self.sources.values()
+            if layers is None or (block := names.block_of(source.name)) is None or block in layers
+            for piece in source.pieces
+        ]
+        steps.sort(key=lambda step: (step[0].weight.file, step[0].weight.begin))
+        files = _Files(self.folder)
+        done, total = 0, sum(piece.nbytes for piece, _ in steps)
+        for piece, source in steps:
+            weight = files.read(piece.weight)
+            scale = None if piece.scale is None else as_scale(files.read(piece.scale))
+            if source.spec.dtype is INT64:
+                check_ids(piece.weight.name, weight, self.config.n_routed_experts)
+            check_codes(piece.weight.name, weight)
+            if scale is not None:
+                check_scale(piece.scale.name, scale)
+            yield _Read(source, piece, weight, scale, dtype, module_of(source.name) in kept)
+            done += piece.nbytes
+            if progress is not None:
+                progress(done, total)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """One stored tensor as views of the file, and what becomes of it."""
+
+    source: Source
+    piece: Piece
+    weight: Tensor
+    scale: Tensor | None
+    dtype: torch.dtype
+    is_kept: bool
+
+    def empty(self, shape: tuple[int, ...]) -> list[Tensor]:
+        """Room for a tensor of that logical shape: [values], or [codes, scales] where the codes are kept."""
+        if not self.is_kept:
+            return [torch.empty(shape, dtype=self.source.spec.dtype or self.dtype)]
+        if self.source.format == "fp4":
+            shape = (*shape[:-1], shape[-1] // 2)
+            scale_shape = fp4_scale_shape(shape)
+        else:
+            # A single expert's part [o, i] is one half already.
+            scale_shape = fp8_scale_shape(shape, self.source.row_parts if len(shape) == 3 else 1)
+        return [torch.empty(shape, dtype=self.weight.dtype), torch.empty(scale_shape, dtype=self.scale.dtype)]
+
+    def fill(self, out: list[Tensor]) -> None:
+        if self.is_kept:
+            out[0].copy_(self.weight)
+            out[1].copy_(self.scale)
+        elif self.scale is None:
+            out[0].copy_(self.weight)
+        else:
+            decode(self.weight, self.scale, self.source.format, self.dtype, out=out[0])
+        if not self.is_kept and self.weight.dtype is not INT64:
+            check_range(self.piece.weight.name, self.weight, self.scale, out[0])
+
+
+class _Files:
+    """Shards open for reading. Few at a time: what has been read of a closed one is no longer mapped."""
+
+    LIMIT = 4
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[str, safe_open] = {}
+
+    def read(self, tensor: StoredTensor) -> Tensor:
+        """A view of the file's pages."""
+        file = tensor.file
+        # Reinserted, so that the one longest unused is the first.
+        handle = self._open.pop(file, None) or safe_open(self._folder / file, framework="pt")
+        self._open[file] = handle
+        if len(self._open) > self.LIMIT:
+            del self._open[next(iter(self._open))]
+        return handle.get_tensor(tensor.name)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG_NAME
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder; pass the folder that holds {CONFIG_NAME} and the weights")
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no {CONFIG_NAME}; pass the folder that holds it and the weights")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON ({error}); download it again") from error
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path} holds {type(raw).__name__}, expected an object; download it again")
+    return raw
+
+
+def open_checkpoint(folder: str | Path, *, strict_config: bool = True) -> Checkpoint:
+    """Read config.json, the index and every shard's header; no tensor data.
+
+    Raises CheckpointError where there is nothing to read or the files are a repackaging that dsv4 does not read, and
+    what Dsv4Config.from_hf raises. Everything else that is wrong waits in `problems` for `check`.
+    """
+    folder = Path(folder)
+    raw = _read_config(folder)
+    shards, problems = read_shards(folder)
+    stored = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
+    refuse_packagings(folder, raw, stored, {tensor.dtype for tensor in stored.values()})
+    config = Dsv4Config.from_hf(raw, strict=strict_config)
+    plan = make_plan(config, stored)
+    problems.extend(plan.problems)
+    return Checkpoint(folder, config, tuple(shards), plan, problems)

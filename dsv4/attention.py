@@ -1,0 +1,168 @@
+"""Shared-KV attention over a sliding window and compressed entries: the three kinds of block.
+
+    latent  = q_a_norm(W_qa x)                     q = rotary(norm(W_qb latent)) per head
+    k = v   = rotary(kv_norm(W_kv x))              keys = [tokens, entries]
+    heads   = softmax([q . k * D^-1/2, sink]) v, the rotary slice turned back by the query's angle
+    output  = W_ob(W_oa(heads by group))
+
+Scores and softmax are float32. Axes: b batch, s token of the call, k key, N head, D head width.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from dsv4.call import OVERLAPPING, Call
+from dsv4.compressor import Compressor
+from dsv4.config import Dsv4Config
+from dsv4.float32 import Float32
+from dsv4.hooks import HookPoint, Probed
+from dsv4.indexer import Indexer
+from dsv4.kernels.norm_rotary import rotate, rotate_back
+from dsv4.kernels.numeric import wide
+from dsv4.kernels.sparse_attention import softmax_with_sink, sparse_attention, visible_entries, visible_tokens
+from dsv4.linear import GroupedLinear, Linear
+from dsv4.norm import RMSNorm, UnweightedRMSNorm
+
+
+class SlidingAttention(Probed, Float32):
+    """A query sees the last `sliding_window` tokens, itself included. The compressed kinds derive from it and add entries."""
+
+    layer_type = "sliding_attention"
+    rope_kind = "main"
+    FLOAT32 = ("sinks",)
+
+    def __init__(self, config: Dsv4Config):
+        super().__init__()
+        self.heads, self.width, self.window = config.num_attention_heads, config.head_dim, config.sliding_window
+        self.scale = config.head_dim**-0.5
+        self.q_a_proj = Linear(config.hidden_size, config.q_lora_rank)
+        self.q_a_norm = RMSNorm(config.q_lora_rank, config.rms_norm_eps)
+        self.q_b_proj = Linear(config.q_lora_rank, self.heads * self.width)
+        self.q_b_norm = UnweightedRMSNorm(config.rms_norm_eps)
+        self.kv_proj = Linear(config.hidden_size, self.width)
+        self.kv_norm = RMSNorm(self.width, config.rms_norm_eps)
+        self.sinks = nn.Parameter(torch.empty(self.heads))
+        self.o_a_proj = GroupedLinear(self.heads * self.width, config.o_lora_rank, config.o_groups)
+        self.o_b_proj = Linear(config.o_groups * config.o_lora_rank, config.hidden_size)
+
+        self.attention_query_latent = HookPoint("b s q_lora_rank")
+        self.attention_queries_unrotated = HookPoint("b N s D")
+        self.attention_queries = HookPoint("b N s D")
+        self.attention_keys_unrotated = HookPoint("b 1 s D")
+        self.attention_keys = HookPoint("b 1 k D", private=True)
+        self.attention_values = HookPoint("b 1 k D", private=True)
+        self.attention_key_positions = HookPoint("b k")
+        self.attention_scores = HookPoint("b N s k")
+        self.attention_sink_logits = HookPoint("b N s")
+        self.attention_probabilities = HookPoint("b N s k")
+        self.attention_sink_probability = HookPoint("b N s")
+        self.attention_head_outputs = HookPoint("b s N D")
+        self.attention_premix = HookPoint("b s N*D")
+        self.attention_low_rank_output = HookPoint("b s o_groups o_lora_rank")
+        self.attention_head_results = HookPoint("b s N hidden")
+        self.attention_output = HookPoint("b s hidden")
+
+    def compress(self, x: Tensor, latent: Tensor, call: Call, kv) -> tuple[Tensor | None, Tensor | None]:
+        """(entries [b e D] or None, selection [b s t] or None for all that are closed)."""
+        return None, None
+
+    def forward(self, x: Tensor, call: Call, kv=None) -> Tensor:
+        """x [b s hidden], what the norm returned -> [b s hidden], what is written back to the streams."""
+        tap = self.tap
+        cos, sin = call.rotations[self.rope_kind]
+        latent = tap.attention_query_latent(self.q_a_norm(self.q_a_proj(x)))
+        queries = self.q_b_norm(self.q_b_proj(latent).unflatten(-1, (self.heads, self.width)))
+        queries = tap.attention_queries_unrotated(queries.transpose(1, 2)).transpose(1, 2)
+        queries = tap.attention_queries(rotate(queries, cos.unsqueeze(2), sin.unsqueeze(2)).transpose(1, 2))
+        keys = tap.attention_keys_unrotated(self.kv_norm(self.kv_proj(x)).unsqueeze(1))
+        tokens = rotate(keys.squeeze(1), cos, sin)
+        entries, selection = self.compress(x, latent, call, kv)
+        tokens = tokens if kv is None else kv.keys.extend(tokens, call.earlier.shape[1])
+
+        attend = self.spelled if self.spelled_out else self.fused
+        mixed = attend(queries, tokens, entries, selection, call)
+        heads = tap.attention_head_outputs(rotate_back(mixed, cos.unsqueeze(2), sin.unsqueeze(2)))
+        premix = tap.attention_premix(heads.flatten(2))
+        low_rank = tap.attention_low_rank_output(self.o_a_proj(premix))
+        output = self.o_b_proj(low_rank.flatten(2))
+        if self.attention_head_results.live:
+            output = self.with_head_results(output, premix)
+        return tap.attention_output(output)
+
+    def fused(self, queries, tokens, entries, selection, call: Call) -> Tensor:
+        reach = call.reach(self.window, self.layer_type)
+        return sparse_attention(queries.transpose(1, 2), tokens, entries, self.sinks, reach, selection, self.scale)
+
+    def spelled(self, queries, tokens, entries, selection, call: Call) -> Tensor:
+        """The definition, every value in its place: queries [b N s D], tokens [b w+s D], entries [b e D] -> [b s N D]."""
+        tap = self.tap
+        positions, seen = self.key_axis(entries, selection, call)
+        both = torch.cat((tokens,) if entries is None else (tokens, entries), dim=1)
+        both = both.masked_fill((positions < 0).unsqueeze(-1), 0.0).unsqueeze(1)
+        keys = tap.attention_keys(both)
+        values = tap.attention_values(both)
+        tap.attention_key_positions(positions)
+        scores = wide(queries) @ wide(keys).transpose(-1, -2) * self.scale
+        scores = tap.attention_scores(scores.masked_fill(~seen.unsqueeze(1), float("-inf")))
+        sinks = tap.attention_sink_logits(wide(self.sinks)[None, :, None].expand(scores.shape[:-1]))
+        probabilities, on_sink = softmax_with_sink(scores, sinks)
+        probabilities = tap.attention_probabilities(probabilities)
+        tap.attention_sink_probability(on_sink)
+        return (probabilities @ wide(values)).to(queries.dtype).transpose(1, 2)
+
+    def key_axis(self, entries, selection, call: Call) -> tuple[Tensor, Tensor]:
+        """(position each key stands for [b k], which keys each query sees [b s k])."""
+        positions = call.token_positions
+        seen = visible_tokens(call.positions, positions, self.window)
+        if entries is None:
+            return positions, seen
+        windows = call.windows[self.layer_type]
+        number = torch.arange(windows.total, device=positions.device)
+        starts = (number * windows.rate).masked_fill(number >= windows.after.unsqueeze(-1), -1)
+        seen_entries = visible_entries(call.positions, windows.rate, windows.total, selection)
+        return torch.cat((positions, starts), dim=1), torch.cat((seen, seen_entries), dim=-1)
+
+    def with_head_results(self, output: Tensor, premix: Tensor) -> Tensor:
+        """Each head's own contribution in float32; what a hook changed of it is added to the output."""
+        group = self.heads // self.o_a_proj.groups
+        dtype = wide(premix).dtype
+        first = self.o_a_proj.by_group(dtype).unflatten(-1, (group, self.width))
+        second = self.o_b_proj.matrix(dtype).unflatten(-1, (self.o_a_proj.groups, -1))
+        heads = wide(premix).unflatten(-1, (self.o_a_proj.groups, group, self.width))
+        low_rank = torch.einsum("bsgnd,grnd->bsgnr", heads, first)
+        computed = torch.einsum("bsgnr,hgr->bsgnh", low_rank, second).flatten(2, 3)
+        returned = self.tap.attention_head_results(computed)
+        return output if returned is computed else (wide(output) + (returned - computed).sum(2)).to(output.dtype)
+
+
+class CompressedSparseAttention(SlidingAttention):
+    """Adds overlapping entries of a few tokens each, of which the indexer keeps the best for every query."""
+
+    layer_type = OVERLAPPING
+    rope_kind = "compress"
+
+    def __init__(self, config: Dsv4Config):
+        super().__init__(config)
+        self.compressor = Compressor(config, self.layer_type, series=2)
+        self.compressor.indexer = Indexer(config)
+
+    def compress(self, x, latent, call, kv):
+        entries = self.compressor(x, call, kv and kv.compressor)
+        return entries, self.compressor.indexer(x, latent, call, kv and kv.indexer)
+
+
+class HeavilyCompressedAttention(SlidingAttention):
+    """Adds entries of many tokens each, all of them seen once closed."""
+
+    layer_type = "heavily_compressed_attention"
+    rope_kind = "compress"
+
+    def __init__(self, config: Dsv4Config):
+        super().__init__(config)
+        self.compressor = Compressor(config, self.layer_type, series=1)
+
+    def compress(self, x, latent, call, kv):
+        return self.compressor(x, call, kv and kv.compressor), None
+
+
+KINDS = {kind.layer_type: kind for kind in (SlidingAttention, CompressedSparseAttention, HeavilyCompressedAttention)}

@@ -1,0 +1,77 @@
+"""Compressors: one entry for every `rate` tokens, pooled with gates of its own for each channel.
+
+    kv, gate = W_kv x, W_gate x                      gates = softmax over slots(gate + position_bias)
+    entry    = rotary(norm(sum over slots gates * kv)), at the position of the window's first token
+
+A CSA window pools 2 * rate slots: the previous window's tokens through the projections' first half, then its own through the second.
+An HCA window pools its own `rate` tokens. Projections, softmax and sum are float32, rounded once before the norm.
+Axes: b batch, s token, e_new entry closed by the call, window slot of an entry, D width.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from dsv4.call import Call, Windows
+from dsv4.config import Dsv4Config
+from dsv4.float32 import Float32
+from dsv4.hooks import HookPoint, Probed
+from dsv4.kernels.norm_rotary import rotate
+from dsv4.kernels.pooling import pool, pool_gates
+from dsv4.linear import Linear
+from dsv4.norm import RMSNorm
+
+
+class EntryPool(Probed, Float32):
+    """Pools windows of `rate` tokens into entries of `width`; `series` projections stand side by side (2 = overlapping windows)."""
+
+    FLOAT32 = ("position_bias",)
+
+    def __init__(self, config: Dsv4Config, layer_type: str, width: int, series: int):
+        super().__init__()
+        self.layer_type, self.width, self.series = layer_type, width, series
+        rate = config.compress_rates[layer_type]
+        self.kv_proj = Linear(config.hidden_size, series * width)
+        self.gate_proj = Linear(config.hidden_size, series * width)
+        self.position_bias = nn.Parameter(torch.empty(rate, series * width))
+        self.kv_norm = RMSNorm(width, config.rms_norm_eps)
+
+    def project(self, x: Tensor, kept, windows: Windows) -> Tensor:
+        """x [b s hidden] -> [b kept+s 2 * series * width] float32: kv beside gate, after those kept from earlier calls."""
+        new = torch.cat((self.kv_proj.in_float32(x), self.gate_proj.in_float32(x)), dim=-1)
+        return new if kept is None else kept.extend(new, windows.kept)
+
+    def slots(self, projected: Tensor, windows: Windows) -> Tensor:
+        """[b kept+s series * width] -> [b e_new window width]: each slot's token, seen through the series that the slot uses."""
+        rows = torch.arange(projected.shape[0], device=projected.device)[:, None, None]
+        per_series = windows.index.chunk(self.series, dim=-1)
+        halves = projected.chunk(self.series, dim=-1)
+        return torch.cat([half[rows, index] for half, index in zip(halves, per_series, strict=True)], dim=2)
+
+    def gate_logits(self, gate: Tensor, windows: Windows) -> Tensor:
+        bias = torch.cat(self.position_bias.chunk(self.series, dim=-1))
+        return self.slots(gate, windows) + bias
+
+    def finish(self, pooled: Tensor, windows: Windows, dtype: torch.dtype) -> Tensor:
+        """Norm, rotary and zeros where a row closed fewer: pooled [b e_new width] -> [b e_new width] of `dtype`."""
+        entries = rotate(self.kv_norm(pooled.to(dtype)), *windows.rotation)
+        return entries.masked_fill(~windows.filled.unsqueeze(-1), 0.0)
+
+
+class Compressor(EntryPool):
+    """The attention's own entries."""
+
+    def __init__(self, config: Dsv4Config, layer_type: str, series: int):
+        super().__init__(config, layer_type, config.head_dim, series)
+        self.compressor_gates = HookPoint("b e_new window D")
+        self.compressed_entries = HookPoint("b e_new D")
+
+    def forward(self, x: Tensor, call: Call, kv=None) -> Tensor:
+        """x [b s hidden] -> entries that exist after the call [b e D]."""
+        windows = call.windows[self.layer_type]
+        kv_slots, gate = self.project(x, kv and kv.projections, windows).chunk(2, dim=-1)
+        gates = self.tap.compressor_gates(pool_gates(self.gate_logits(gate, windows), windows.present))
+        entries = self.finish(pool(self.slots(kv_slots, windows), gates), windows, x.dtype)
+        entries = self.tap.compressed_entries(entries)
+        if self.compressed_entries.edited:
+            entries = entries.masked_fill(~windows.filled.unsqueeze(-1), 0.0)
+        return entries if kv is None else kv.entries.extend(entries, windows)

@@ -1,0 +1,136 @@
+"""The routed experts' weights, by how they are held: dense, FP8, or packed FP4. One expert at a time is dequantised, never the bank.
+
+`gate_up_proj` stacks gate (w1) rows over up (w3) rows. Axes: E experts, I neurons, H width.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from dsv4.config import Dsv4Config
+from dsv4.kernels.grouped_experts import expert_linear, grouped_experts, sort_by_expert
+from dsv4.kernels.quantize import dequantize_fp4, dequantize_fp8
+from dsv4.linear import SCALE_BLOCK, apply_to_codes
+
+FP4_GROUP = 32
+
+
+class Experts(nn.Module):
+    """Dense bank: gate_up_proj [E, 2I, H], down_proj [E, H, I]."""
+
+    def __init__(self, config: Dsv4Config):
+        super().__init__()
+        self._sizes(config)
+        e, i, h = self.num_experts, self.neurons, self.width
+        self.gate_up_proj = nn.Parameter(torch.empty(e, 2 * i, h))
+        self.down_proj = nn.Parameter(torch.empty(e, h, i))
+        self.dtype = None
+
+    def _sizes(self, config: Dsv4Config) -> None:
+        self.num_experts, self.neurons, self.width = config.n_routed_experts, config.moe_intermediate_size, config.hidden_size
+        self.limit = config.swiglu_limit
+
+    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """x [b s H], indices and weights [b s k] -> [b s H] float32: weighted sum over slots."""
+        k = indices.shape[-1]
+        flat = grouped_experts(x.flatten(0, 1), indices.view(-1, k), weights.view(-1, k), self.bank(x.dtype), self.limit)
+        return flat.view(x.shape)
+
+    def bank(self, dtype: torch.dtype) -> "Bank":
+        return Bank(self, dtype)
+
+    def gate_up(self, expert: int, dtype: torch.dtype) -> Tensor:
+        return self.gate_up_proj[expert].to(dtype)
+
+    def down(self, expert: int, dtype: torch.dtype) -> Tensor:
+        return self.down_proj[expert].to(dtype)
+
+    def slot_gate_up(self, x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """x [b s H], indices [b s k] -> gate, up [b s k I], for every slot."""
+        order, groups = sort_by_expert(indices, self.num_experts)
+        rows = x.flatten(0, 1)[order // indices.shape[-1]]
+        both = expert_linear(rows, self.bank(x.dtype).gate_up, groups, 2 * self.neurons)
+        return _in_slots(both, order, indices).chunk(2, dim=-1)
+
+    def slot_down(self, neurons: Tensor, indices: Tensor) -> Tensor:
+        """neurons [b s k I], indices [b s k] -> [b s k H], not weighted."""
+        order, groups = sort_by_expert(indices, self.num_experts)
+        out = expert_linear(neurons.flatten(0, 2)[order], self.bank(neurons.dtype).down, groups, self.width)
+        return _in_slots(out, order, indices)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_experts} x ({self.width} -> {self.neurons} -> {self.width})"
+
+
+class Bank:
+    """A bank seen in one compute dtype."""
+
+    def __init__(self, experts: Experts, dtype: torch.dtype):
+        self.experts, self.dtype, self.num_experts = experts, dtype, experts.num_experts
+
+    def gate_up(self, expert: int) -> Tensor:
+        return self.experts.gate_up(expert, self.dtype)
+
+    def down(self, expert: int) -> Tensor:
+        return self.experts.down(expert, self.dtype)
+
+
+class StoredExperts(Experts):
+    """A bank of codes with scales, kept as stored. Codes take no gradient; activations and routing weights do."""
+
+    def __init__(self, config: Dsv4Config):
+        nn.Module.__init__(self)
+        self._sizes(config)
+        i, h = self.neurons, self.width
+        for name, (rows, columns, stacked) in {"gate_up_proj": (2 * i, h, 2), "down_proj": (h, i, 1)}.items():
+            codes, scales = self.empty(rows, columns, stacked)
+            self.register_parameter(name, nn.Parameter(codes, requires_grad=False))
+            self.register_parameter(f"{name}_scale_inv", nn.Parameter(scales, requires_grad=False))
+
+    def empty(self, rows: int, columns: int, stacked: int) -> tuple[Tensor, Tensor]:
+        """Uninitialised codes and scales of a bank of [rows, columns] matrices, each of `stacked` matrices one over the other."""
+        raise NotImplementedError
+
+    def _apply(self, fn, recurse=True):
+        return apply_to_codes(self, fn)
+
+
+class Fp8Experts(StoredExperts):
+    """E4M3 codes with 128x128 scales; gate and up have a grid of scales each."""
+
+    def empty(self, rows, columns, stacked):
+        e = self.num_experts
+        grid = (stacked * -(-rows // stacked // SCALE_BLOCK), -(-columns // SCALE_BLOCK))
+        return (
+            torch.empty(e, rows, columns, dtype=torch.float8_e4m3fn),
+            torch.empty(e, *grid, dtype=torch.float8_e8m0fnu),
+        )
+
+    def gate_up(self, expert, dtype):
+        codes, scales = self.gate_up_proj[expert], self.gate_up_proj_scale_inv[expert]
+        halves = zip(codes.chunk(2), scales.chunk(2), strict=True)
+        return torch.cat([dequantize_fp8(c, s, dtype) for c, s in halves])
+
+    def down(self, expert, dtype):
+        return dequantize_fp8(self.down_proj[expert], self.down_proj_scale_inv[expert], dtype)
+
+
+class Fp4Experts(StoredExperts):
+    """E2M1 codes packed two to a byte (low nibble = even column) with one E8M0 scale per 32 columns."""
+
+    def empty(self, rows, columns, stacked):
+        e = self.num_experts
+        return (
+            torch.empty(e, rows, columns // 2, dtype=torch.int8),
+            torch.empty(e, rows, columns // FP4_GROUP, dtype=torch.float8_e8m0fnu),
+        )
+
+    def gate_up(self, expert, dtype):
+        return dequantize_fp4(self.gate_up_proj[expert], self.gate_up_proj_scale_inv[expert], dtype)
+
+    def down(self, expert, dtype):
+        return dequantize_fp4(self.down_proj[expert], self.down_proj_scale_inv[expert], dtype)
+
+
+def _in_slots(x: Tensor, order: Tensor, indices: Tensor) -> Tensor:
+    """Rows of x sorted by expert -> [b s k width]."""
+    return x.new_empty(x.shape).index_copy(0, order, x).unflatten(0, indices.shape)

@@ -1,0 +1,26 @@
+"""Modules whose parameters stay float32 whatever dtype the model is cast to."""
+
+import torch
+from torch import nn
+
+
+class Float32(nn.Module):
+    """`.to(dtype)`, `.bfloat16()` and `.half()` move this module's own tensors and leave their dtype; `.double()` widens them."""
+
+    FLOAT32: tuple[str, ...] | None = None
+    """Names of the parameters and buffers kept; None keeps all of the module's own."""
+
+    def _apply(self, fn, recurse=True):
+        own = {**self._parameters, **self._buffers}
+        kept = {id(t) for name, t in own.items() if t is not None and (self.FLOAT32 is None or name in self.FLOAT32)}
+
+        def keep_wide(t: torch.Tensor) -> torch.Tensor:
+            moved = fn(t)
+            if id(t) in kept and moved.is_floating_point() and moved.dtype.itemsize < t.dtype.itemsize:
+                return t.to(moved.device)
+            return moved
+
+        if recurse:
+            for module in self.children():
+                module._apply(fn)
+        return super()._apply(keep_wide, recurse=False)

@@ -1,0 +1,65 @@
+"""Hyper-connections: the learned maps by which a sublayer reads the residual streams and writes back, and the final readout.
+
+Equations: dsv4/kernels/hyper_connection.py. Axes: b batch, s token, n stream.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from dsv4.config import Dsv4Config
+from dsv4.float32 import Float32
+from dsv4.kernels import hyper_connection as op
+
+
+class HyperConnection(Float32):
+    """One read site. The steps are methods, so that the block can spell them out; `read` is the same in one go."""
+
+    def __init__(self, config: Dsv4Config):
+        super().__init__()
+        n = self.streams = config.hc_mult
+        self.iters, self.eps, self.rms_eps = config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps
+        self.fn = nn.Parameter(torch.empty((2 + n) * n, n * config.hidden_size))
+        self.base = nn.Parameter(torch.empty((2 + n) * n))
+        self.scale = nn.Parameter(torch.empty(3))
+
+    def read(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x [b s n hidden] -> pre [b s n], post [b s n], comb [b s n n], collapsed [b s hidden]."""
+        return op.read(x, self.fn, self.scale, self.base, iters=self.iters, eps=self.eps, rms_eps=self.rms_eps)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return op.mix_logits(x, self.fn, self.rms_eps)
+
+    def pre(self, logits: Tensor) -> Tensor:
+        n = self.streams
+        return op.read_weights(logits[..., :n], self.scale[0], self.base[:n], self.eps)
+
+    def post(self, logits: Tensor) -> Tensor:
+        n = self.streams
+        return op.write_weights(logits[..., n : 2 * n], self.scale[1], self.base[n : 2 * n])
+
+    def comb_start(self, logits: Tensor) -> Tensor:
+        n = self.streams
+        return op.mixing_start(logits[..., 2 * n :], self.scale[2], self.base[2 * n :], self.eps, n)
+
+    def sinkhorn(self, start: Tensor) -> Tensor:
+        return op.sinkhorn_rounds(start, self.iters, self.eps)
+
+
+class HyperHead(Float32):
+    """The readout: streams weighted by sigmoid(scale * logits + base) + eps and summed, without mixing."""
+
+    def __init__(self, config: Dsv4Config):
+        super().__init__()
+        n = config.hc_mult
+        self.eps, self.rms_eps = config.hc_eps, config.rms_norm_eps
+        self.hc_fn = nn.Parameter(torch.empty(n, n * config.hidden_size))
+        self.hc_base = nn.Parameter(torch.empty(n))
+        self.hc_scale = nn.Parameter(torch.empty(1))
+
+    def weights(self, x: Tensor) -> Tensor:
+        """x [b s n hidden] -> [b s n] float32."""
+        return op.read_weights(op.mix_logits(x, self.hc_fn, self.rms_eps), self.hc_scale, self.hc_base, self.eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [b s n hidden] -> [b s hidden]."""
+        return op.collapse(x, self.weights(x))

@@ -1,0 +1,104 @@
+"""Linear layers, by how their weight is held: dense, or FP8 codes with 128x128 scales as the checkpoint stores them."""
+
+import torch
+from torch import Tensor, nn
+
+from dsv4.kernels.numeric import wide
+from dsv4.kernels.quantize import dequantize_fp8
+
+SCALE_BLOCK = 128
+
+
+class Linear(nn.Module):
+    """y = W x with a dense weight [out, in]; no bias."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.matrix(x.dtype))
+
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        """[out, in] in `dtype`."""
+        return self.weight.to(dtype)
+
+    def in_float32(self, x: Tensor) -> Tensor:
+        """W x with both sides widened: for projections whose result decides (routing, pooling, index weights)."""
+        x = wide(x)
+        return nn.functional.linear(x, self.matrix(x.dtype))
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} -> {self.out_features}"
+
+
+class Fp8Linear(Linear):
+    """The same over E4M3 codes [out, in] and scales [ceil(out / 128), ceil(in / 128)] (E8M0 or float32), kept as stored.
+
+    The product is that of the dequantised weight. Codes take no gradient; activations do.
+    """
+
+    def __init__(self, in_features: int, out_features: int):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = in_features, out_features
+        grid = (-(-out_features // SCALE_BLOCK), -(-in_features // SCALE_BLOCK))
+        self.weight = _frozen(torch.empty(out_features, in_features, dtype=torch.float8_e4m3fn))
+        self.weight_scale_inv = _frozen(torch.empty(grid, dtype=torch.float8_e8m0fnu))
+
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        return dequantize_fp8(self.weight, self.weight_scale_inv, dtype)
+
+    def _apply(self, fn, recurse=True):
+        return apply_to_codes(self, fn)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} -> {self.out_features}, FP8"
+
+
+class GroupedLinear(Linear):
+    """Block-diagonal projection: input group g [in / groups] goes through rows g of the weight [groups * out_per_group, in / groups]."""
+
+    def __init__(self, in_features: int, out_per_group: int, groups: int):
+        super().__init__(in_features // groups, out_per_group * groups)
+        self.groups = groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [b s in] -> [b s groups out_per_group]."""
+        return grouped_product(x, self.by_group(x.dtype))
+
+    def by_group(self, dtype: torch.dtype) -> Tensor:
+        """[groups, out_per_group, in / groups]."""
+        return self.matrix(dtype).unflatten(0, (self.groups, -1))
+
+
+class Fp8GroupedLinear(Fp8Linear):
+    """GroupedLinear over FP8 codes."""
+
+    def __init__(self, in_features: int, out_per_group: int, groups: int):
+        super().__init__(in_features // groups, out_per_group * groups)
+        self.groups = groups
+
+    forward = GroupedLinear.forward
+    by_group = GroupedLinear.by_group
+
+
+def grouped_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [b s g*i], weight [g o i] -> [b s g o]."""
+    b, s, _ = x.shape
+    g, o, i = weight.shape
+    return torch.bmm(x.reshape(b * s, g, i).transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1).reshape(b, s, g, o)
+
+
+def apply_to_codes(module: nn.Module, fn) -> nn.Module:
+    """`nn.Module._apply` for stored codes: they follow to another device and never change dtype."""
+
+    def move(t: Tensor) -> Tensor:
+        moved = fn(t)
+        return moved if moved.dtype == t.dtype else t.to(moved.device)
+
+    return nn.Module._apply(module, move)
+
+
+def _frozen(t: Tensor) -> nn.Parameter:
+    return nn.Parameter(t, requires_grad=False)

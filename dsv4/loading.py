@@ -1,0 +1,128 @@
+"""How a model comes to be and goes to disk: from a checkpoint, a config, a transformers model; its text methods.
+
+Mixed into the model. The converter is imported when it is asked for: the model can be read and run without it.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from dsv4 import initialize
+from dsv4.config import Dsv4Config
+from dsv4.text import Tokenizer
+
+
+class Loading:
+    """Mixed into the model."""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        repo_or_path: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        weights: str | None = None,
+        kernels: str = "auto",
+        numerics: str = "exact",
+        mtp: bool = False,
+        strict_config: bool = True,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool | None = None,
+        progress: bool | None = None,
+    ) -> Self:
+        """Load a checkpoint from a hub id or a local folder (official, hybrid or transformers names).
+
+        Args:
+            dtype: of the weights that are not float32 by nature; None takes the config's torch_dtype.
+            device: where the model goes; None is the CPU.
+            weights: "native" keeps FP8 and FP4 codes as stored, "dequantized" decodes them; None is native when the files have codes.
+            kernels: "auto" or "torch"; numerics: "exact".
+            strict_config: False turns unknown config keys into a warning.
+            revision, token, cache_dir, local_files_only: as in huggingface_hub.
+            progress: show a bar; None shows it for loads of more than a gigabyte.
+        Raises:
+            CheckpointError (a ValueError) that lists what is missing, unexpected or wrong, before anything large is read.
+        """
+        from dsv4 import pretrained
+
+        return pretrained.load(
+            cls,
+            repo_or_path,
+            dtype=dtype,
+            device=device,
+            weights=weights,
+            kernels=kernels,
+            numerics=numerics,
+            mtp=mtp,
+            strict_config=strict_config,
+            progress=progress,
+            hub={"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only},
+        )
+
+    @classmethod
+    def from_config(cls, config: Dsv4Config, *, seed: int = 0, dtype: torch.dtype | None = None, device=None) -> Self:
+        """A model of random weights, every parameter non-trivial; the same seed gives the same weights."""
+        model = cls(config)
+        initialize.fill(model, seed)
+        return model.to(device=device, dtype=dtype or config.torch_dtype)
+
+    @classmethod
+    def from_transformers(cls, hf_model) -> Self:
+        """A model over the weights of a transformers DeepseekV4ForCausalLM (shared where the layouts agree)."""
+        from dsv4 import pretrained
+
+        return pretrained.from_transformers(cls, hf_model)
+
+    def compare(self, hf_model, input, **run):
+        """Error of every value that a transformers model of the same weights shows as well: a printable Table."""
+        from dsv4 import pretrained
+
+        return pretrained.compare(self, hf_model, input, **run)
+
+    def save_pretrained(self, folder: str | Path, *, format: str = "official", overwrite: bool = False) -> None:
+        """Write the model as a checkpoint: "official" names or "transformers" names. A non-empty folder is refused without overwrite."""
+        from dsv4 import pretrained
+
+        pretrained.save(self, folder, format=format, overwrite=overwrite)
+
+    def dequantize(self) -> Self:
+        """Decode every FP8 and FP4 weight in place, to the model's dtype."""
+        from dsv4 import pretrained
+
+        return pretrained.dequantize(self)
+
+    # Text.
+
+    def to_tokens(self, text: str | list[str], prepend_bos: bool = False) -> Tensor:
+        """Text or texts -> ids [b, s] on the model's device, padded at the right; no BOS unless asked."""
+        return self.tokenizer.to_tokens(text, prepend_bos=prepend_bos).to(self.device)
+
+    def to_string(self, ids) -> str | list[str]:
+        """Ids -> text; a batch gives a list."""
+        return self.tokenizer.to_string(ids)
+
+    def to_str_tokens(self, text, prepend_bos: bool = False) -> list[str] | list[list[str]]:
+        """Text or ids -> its tokens as strings."""
+        return self.tokenizer.to_str_tokens(text, prepend_bos=prepend_bos)
+
+    def to_single_token(self, text: str) -> int:
+        """The id of a text that is one token; ValueError when it is not."""
+        return self.tokenizer.to_single_token(text)
+
+    # State.
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False):
+        """As in PyTorch, and refuses a hash table of another dtype or with ids outside the experts."""
+        for name, tensor in state_dict.items():
+            if name.endswith("tid2eid") and (tensor.is_floating_point() or bool(((tensor < 0) | (tensor >= self.num_experts)).any())):
+                raise ValueError(f"{name} must hold integers, 0 <= id < {self.num_experts}; got {tensor.dtype}")
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+NO_TOKENIZER = Tokenizer(backend=None)

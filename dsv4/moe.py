@@ -1,0 +1,139 @@
+"""The mixture on every block: routed experts chosen by scores or by the token's id, and one shared expert.
+
+    mlp_output = sum over slots of weight_slot * expert_slot(x)  +  shared(x)
+
+Axes: b batch, s token, top_k slot, I neurons.
+"""
+
+from torch import Tensor, nn
+
+from dsv4.call import Call
+from dsv4.config import Dsv4Config
+from dsv4.experts import Experts
+from dsv4.hooks import HookPoint, Probed
+from dsv4.kernels.grouped_experts import activation, neurons, swiglu
+from dsv4.kernels.numeric import wide
+from dsv4.linear import Linear
+from dsv4.router import HashRouter, TopKRouter
+
+
+class SharedExpert(nn.Module):
+    """down(silu(clamped gate) * clamped up), on every token."""
+
+    def __init__(self, config: Dsv4Config):
+        super().__init__()
+        width, inner = config.hidden_size, config.moe_intermediate_size
+        self.limit = config.swiglu_limit
+        self.gate_proj = Linear(width, inner)
+        self.up_proj = Linear(width, inner)
+        self.down_proj = Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x), self.limit))
+
+
+class Moe(Probed):
+    """The mixture with the router that scores; `HashMoe` replaces the choice."""
+
+    router_class = TopKRouter
+
+    def __init__(self, config: Dsv4Config):
+        super().__init__()
+        self.limit = config.swiglu_limit
+        self.router = self.router_class(config)
+        self.experts = Experts(config)
+        self.shared_experts = SharedExpert(config)
+
+        self.router_logits = HookPoint("b s experts")
+        self.router_scores = HookPoint("b s experts")
+        self.declare_choice()
+        self.expert_indices = HookPoint("b s top_k")
+        self.expert_weights = HookPoint("b s top_k")
+        self.expert_gate = HookPoint("b s top_k I")
+        self.expert_up = HookPoint("b s top_k I")
+        self.expert_activation = HookPoint("b s top_k I")
+        self.expert_neurons = HookPoint("b s top_k I")
+        self.expert_outputs = HookPoint("b s top_k hidden")
+        self.routed_output = HookPoint("b s hidden")
+        self.mlp_gate = HookPoint("b s I")
+        self.mlp_up = HookPoint("b s I")
+        self.mlp_activation = HookPoint("b s I")
+        self.mlp_neurons = HookPoint("b s I")
+        self.shared_expert_output = HookPoint("b s hidden")
+        self.mlp_output = HookPoint("b s hidden")
+
+    def declare_choice(self) -> None:
+        self.router_selection_scores = HookPoint("b s experts")
+
+    def choose(self, scores: Tensor, call: Call) -> Tensor:
+        return self.router.choose(self.tap.router_selection_scores(self.router.selection_scores(scores)))
+
+    def forward(self, x: Tensor, call: Call) -> Tensor:
+        """x [b s hidden] -> [b s hidden]."""
+        tap = self.tap
+        scores = tap.router_scores(self.router.scores(tap.router_logits(self.router.logits(x))))
+        indices = self.indices(scores, call)
+        weights = tap.expert_weights(self.router.weights(scores, indices))
+        if self.spelled_out:
+            routed, shared = self.spelled_experts(x, indices, weights), self.spelled_shared(x)
+        else:
+            routed, shared = self.experts(x, indices, weights).to(x.dtype), self.shared_experts(x)
+        return tap.mlp_output(tap.routed_output(routed) + tap.shared_expert_output(shared))
+
+    def indices(self, scores: Tensor, call: Call) -> Tensor:
+        """[b s top_k] int64: the experts chosen, or those a hook wrote."""
+        chosen = self.choose(scores, call)
+        written = self.tap.expert_indices(chosen)
+        if written is not chosen:
+            outside = (written < 0) | (written >= self.experts.num_experts)
+            if bool(outside.any()):
+                raise ValueError(
+                    f"{self.expert_indices.name} was given expert {int(written[outside][0])}; "
+                    f"expected 0 <= id < {self.experts.num_experts}"
+                )
+        return written
+
+    def spelled_experts(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """Every slot's values in [b s top_k ...], then their sum."""
+        tap = self.tap
+        gate, up = self.experts.slot_gate_up(x, indices)
+        gate, up = tap.expert_gate(gate), tap.expert_up(up)
+        active = tap.expert_activation(activation(gate, self.limit))
+        inner = tap.expert_neurons(neurons(active, up, self.limit))
+        outputs = wide(self.experts.slot_down(inner, indices)) * weights.unsqueeze(-1)
+        outputs = tap.expert_outputs(outputs.to(x.dtype))
+        return wide(outputs).sum(2).to(x.dtype)
+
+    def spelled_shared(self, x: Tensor) -> Tensor:
+        tap, shared = self.tap, self.shared_experts
+        gate, up = tap.mlp_gate(shared.gate_proj(x)), tap.mlp_up(shared.up_proj(x))
+        active = tap.mlp_activation(activation(gate, self.limit))
+        return shared.down_proj(tap.mlp_neurons(neurons(active, up, self.limit)))
+
+    @property
+    def gate(self):
+        """The router, under transformers' name."""
+        return self.router
+
+    @property
+    def scoring(self) -> str:
+        """"hash" on a hash block, the scoring function's name elsewhere."""
+        return self.router.scoring
+
+    SCORING = scoring
+
+
+class HashMoe(Moe):
+    """The experts are a table of the token id; edited logits change their weights, never the choice."""
+
+    router_class = HashRouter
+
+    def declare_choice(self) -> None:
+        pass
+
+    def choose(self, scores: Tensor, call: Call) -> Tensor:
+        return self.router.look_up(call)
+
+
+KINDS = {"moe": Moe, "hash_moe": HashMoe}
+

@@ -1,0 +1,219 @@
+"""Where the model meets checkpoints and transformers: building without memory, filling from files, saving, comparing."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from dsv4.config import Dsv4Config
+from dsv4.experts import Experts, Fp4Experts, Fp8Experts, StoredExperts
+from dsv4.linear import Fp8GroupedLinear, Fp8Linear, GroupedLinear, Linear
+from dsv4.rope import Rotary
+from dsv4.table import Table
+from dsv4.text import Tokenizer
+
+WEIGHTS = ("native", "dequantized")
+# Loads above this many bytes show a bar.
+LONG_LOAD = 1 << 30
+GENERATION_CONFIG = "generation_config.json"
+
+
+def load(cls, repo_or_path, *, dtype, device, weights, kernels, numerics, mtp, strict_config, progress, hub: dict[str, Any]):
+    """The body of `Dsv4.from_pretrained`."""
+    from dsv4.convert import open_checkpoint
+    from dsv4.convert.hub import fetch
+
+    _supported(weights, kernels, numerics, mtp)
+    folder = fetch(repo_or_path, **hub)
+    checkpoint = open_checkpoint(folder, strict_config=strict_config).check()
+    config: Dsv4Config = checkpoint.config
+    stored = {name: form for name, form in checkpoint.formats.items() if form != "dense"}
+    native = weights == "native" or (weights is None and bool(stored))
+    dtype = dtype or config.torch_dtype
+    with torch.device("meta"):
+        model = cls(config)
+    if native:
+        for name, form in stored.items():
+            keep_stored(model, name, form)
+    print(f"{repo_or_path}: {checkpoint.summary()}; weights {'native' if native else 'dequantized'}, {dtype}", file=sys.stderr)
+    total = sum(piece.nbytes for source in checkpoint.sources.values() for piece in source.pieces)
+    show = total > LONG_LOAD if progress is None else progress
+    with tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=not show) as bar:
+        for name, tensor in checkpoint.tensors(dtype=dtype, native=native, progress=lambda done, _: bar.update(done - bar.n)):
+            put(model, name, tensor if device is None else tensor.to(device))
+    for module in model.modules():
+        if isinstance(module, Rotary):
+            module.reset(device)
+    left = [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
+    assert not left, f"the checkpoint plan left {left[:10]} unfilled"
+    model.tokenizer = Tokenizer.from_folder(folder, config)
+    return model
+
+
+def _supported(weights, kernels: str, numerics: str, mtp: bool) -> None:
+    if weights is not None and weights not in WEIGHTS:
+        raise ValueError(f"weights={weights!r}: expected one of {', '.join(WEIGHTS)}, or None")
+    if kernels not in ("auto", "torch", "triton"):
+        raise ValueError(f'kernels={kernels!r}: expected "auto", "torch" or "triton"')
+    if kernels == "triton":
+        raise NotImplementedError('kernels="triton": the Triton kernels have not landed; use "auto" or "torch"')
+    if numerics not in ("exact", "deployed"):
+        raise ValueError(f'numerics={numerics!r}: expected "exact" or "deployed"')
+    if numerics == "deployed":
+        raise NotImplementedError('numerics="deployed" (activation quantisation as served) has not landed; use "exact"')
+    if mtp:
+        raise NotImplementedError("mtp=True: the multi-token-prediction blocks have not landed; their tensors are listed and skipped")
+
+
+def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds the tensor of a state-dict name, and its attribute."""
+    path, _, leaf = name.rpartition(".")
+    return model.get_submodule(path), leaf
+
+
+def put(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Give the model a tensor without copying it; floating parameters require grad, stored codes and buffers do not."""
+    owner, leaf = owner_of(model, name)
+    if leaf in owner._buffers:
+        owner._buffers[leaf] = tensor
+        return
+    trains = owner._parameters[leaf].requires_grad
+    owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=trains)
+
+
+def keep_stored(model: nn.Module, name: str, form: str) -> None:
+    """Replace a dense module by the one that holds its weight as stored."""
+    dense = model.get_submodule(name)
+    if isinstance(dense, Experts):
+        kept: nn.Module = {"fp8": Fp8Experts, "fp4": Fp4Experts}[form](model.config)
+    elif isinstance(dense, GroupedLinear):
+        kept = Fp8GroupedLinear(dense.in_features * dense.groups, dense.out_features // dense.groups, dense.groups)
+    elif type(dense) is Linear:
+        kept = Fp8Linear(dense.in_features, dense.out_features)
+    else:
+        raise ValueError(f"{name} is stored as {form}; {type(dense).__name__} has no form that keeps it: load with weights='dequantized'")
+    model.set_submodule(name, kept)
+
+
+def dequantize(model):
+    """The body of `Dsv4.dequantize`."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, StoredExperts):
+            dense: nn.Module = _empty(lambda: Experts(model.config))
+            banks = {"gate_up_proj": module.gate_up, "down_proj": module.down}
+            for leaf, decode in banks.items():
+                matrices = [decode(e, model.dtype) for e in range(module.num_experts)]
+                setattr(dense, leaf, nn.Parameter(torch.stack(matrices)))
+        elif isinstance(module, Fp8Linear):
+            grouped = isinstance(module, Fp8GroupedLinear)
+            sizes = (module.in_features, module.out_features)
+            if grouped:
+                sizes = (module.in_features * module.groups, module.out_features // module.groups, module.groups)
+            dense = _empty(lambda kind=GroupedLinear if grouped else Linear, sizes=sizes: kind(*sizes))
+            dense.weight = nn.Parameter(module.matrix(model.dtype))
+        else:
+            continue
+        model.set_submodule(name, dense)
+    return model
+
+
+def _empty(build) -> nn.Module:
+    with torch.device("meta"):
+        return build()
+
+
+def save(model, folder: str | Path, *, format: str, overwrite: bool) -> None:
+    """The body of `Dsv4.save_pretrained`."""
+    from dsv4.convert.writer import write_checkpoint
+
+    write_checkpoint(model.state_dict(), model.config, folder, format=format, overwrite=overwrite, extra_files=model.tokenizer.files())
+
+
+def from_transformers(cls, hf_model):
+    """The body of `Dsv4.from_transformers`."""
+    from dsv4.convert.names import Place, from_place
+
+    config = Dsv4Config.from_hf(hf_model.config.to_dict(), strict=False)
+    theirs = hf_model.state_dict(keep_vars=True)
+    with torch.device("meta"):
+        model = cls(config)
+    missing = []
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        source = from_place("transformers", Place(name))
+        if source not in theirs:
+            missing.append(f"{name} ({source})")
+            continue
+        found = theirs[source]
+        if found.shape != tensor.shape:
+            raise ValueError(f"{source} has shape {list(found.shape)}; {name} needs {list(tensor.shape)}")
+        put(model, name, found.detach() if name.endswith("tid2eid") or "bias" in name else found)
+    if missing:
+        raise ValueError(f"the transformers model lacks {len(missing)} tensors: {missing[:10]}")
+    for module in model.modules():
+        if isinstance(module, Rotary):
+            module.reset(model.device)
+    return model
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One value's error against transformers: largest absolute difference, and that over the largest absolute value."""
+
+    name: str
+    max_abs: float
+    relative: float
+    shape: tuple[int, ...]
+
+
+def compare(model, hf_model, input, **run) -> Table:
+    """The body of `Dsv4.compare`: both models on the same ids, every module output that both have."""
+    theirs: dict[str, Tensor] = {}
+    handles = []
+
+    def keep(name, pick):
+        def hook(module, args, output):
+            theirs[name] = pick(output).detach()
+
+        return hook
+
+    first = lambda out: out[0] if isinstance(out, tuple) else out  # noqa: E731
+    body = hf_model.model
+    for i, layer in enumerate(body.layers):
+        at = f"layers.{i}"
+        handles += [
+            layer.register_forward_hook(keep(f"{at}.layer_output", first)),
+            layer.self_attn.register_forward_hook(keep(f"{at}.self_attn.attention_output", first)),
+            layer.mlp.register_forward_hook(keep(f"{at}.mlp.mlp_output", first)),
+            layer.mlp.shared_experts.register_forward_hook(keep(f"{at}.mlp.shared_expert_output", first)),
+            layer.mlp.gate.register_forward_hook(keep(f"{at}.mlp.router_logits", first)),
+            layer.input_layernorm.register_forward_hook(keep(f"{at}.attention_norm_output", first)),
+            layer.post_attention_layernorm.register_forward_hook(keep(f"{at}.mlp_norm_output", first)),
+            layer.attn_hc.register_forward_hook(keep(f"{at}.attention_post", first)),
+            layer.attn_hc.register_forward_hook(keep(f"{at}.attention_comb", lambda out: out[1])),
+            layer.ffn_hc.register_forward_hook(keep(f"{at}.mlp_post", first)),
+            layer.ffn_hc.register_forward_hook(keep(f"{at}.mlp_comb", lambda out: out[1])),
+        ]
+    handles.append(body.norm.register_forward_hook(keep("final_norm_output", first)))
+    try:
+        with torch.no_grad():
+            if isinstance(input, str | list | tuple) and not torch.is_tensor(input):
+                input = model.to_tokens(input) if isinstance(input, str) or isinstance(input[0], str) else torch.tensor(input)
+            ids = input.unsqueeze(0) if input.dim() == 1 else input
+            theirs["logits"] = hf_model(input_ids=ids.to(hf_model.device), use_cache=False, **run).logits
+    finally:
+        for handle in handles:
+            handle.remove()
+    names = [n for n in model.hook_dict if n in theirs]
+    with torch.no_grad():
+        _, ours = model.run_with_cache(ids, names, max_bytes=None, **run)
+    rows = []
+    for name in names:
+        a = ours[name].float()
+        b = theirs[name].to(a.device).float().reshape(a.shape)
+        error = (a - b).abs().max().item()
+        rows.append(Compared(name, error, error / max(b.abs().max().item(), 1e-30), tuple(a.shape)))
+    return Table(rows, title="error against transformers")

@@ -1,0 +1,69 @@
+"""Routers: which experts a token goes to and with what weight.
+
+    scores  = sqrt(softplus(W x))
+    indices = top-k of scores + bias (equal scores: lowest expert), or a table of the token id on hash blocks
+    weights = scores of the chosen / their sum * routed_scaling_factor          (the bias never enters)
+
+Float32 throughout. Axes: b batch, s token, E experts, k slot.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from dsv4.call import Call
+from dsv4.config import Dsv4Config
+from dsv4.float32 import Float32
+from dsv4.kernels.numeric import sqrt_softplus, topk_lowest
+from dsv4.linear import Linear
+
+
+class Router(Linear, Float32):
+    """The shared half: scores and weights. Subclasses choose the experts."""
+
+    scoring: str
+    FLOAT32 = ()
+
+    def __init__(self, config: Dsv4Config):
+        super().__init__(config.hidden_size, config.n_routed_experts)
+        self.top_k, self.factor = config.num_experts_per_tok, config.routed_scaling_factor
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.in_float32(x)
+
+    def scores(self, logits: Tensor) -> Tensor:
+        return sqrt_softplus(logits)
+
+    def weights(self, scores: Tensor, indices: Tensor) -> Tensor:
+        chosen = scores.gather(-1, indices)
+        total = chosen.sum(-1, keepdim=True)
+        return chosen / total.masked_fill(total == 0, 1.0) * self.factor
+
+
+class TopKRouter(Router):
+    """The best of scores + correction bias."""
+
+    FLOAT32 = ("e_score_correction_bias",)
+
+    def __init__(self, config: Dsv4Config):
+        super().__init__(config)
+        self.scoring = config.scoring_func
+        self.e_score_correction_bias = nn.Buffer(torch.empty(config.n_routed_experts))
+
+    def selection_scores(self, scores: Tensor) -> Tensor:
+        return scores + self.e_score_correction_bias
+
+    def choose(self, selection_scores: Tensor) -> Tensor:
+        return topk_lowest(selection_scores, self.top_k)[1]
+
+
+class HashRouter(Router):
+    """A fixed table of the token id; there is no bias and nothing to choose."""
+
+    scoring = "hash"
+
+    def __init__(self, config: Dsv4Config):
+        super().__init__(config)
+        self.tid2eid = nn.Buffer(torch.empty(config.vocab_size, config.num_experts_per_tok, dtype=torch.int64))
+
+    def look_up(self, call: Call) -> Tensor:
+        return self.tid2eid[call.input_ids]

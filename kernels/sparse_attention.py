@@ -1,0 +1,179 @@
+"""Sliding-window sparse attention with shared keys and values, compressed entries and per-head sinks.
+
+    scores        = q . k * scale over the window's tokens and the entries the query may see, -inf elsewhere
+    probabilities = softmax([scores, sink]) with the sink dropped
+    output        = sum over keys of probabilities * k                       (K = V)
+
+A query at position p sees token positions p - window + 1 ... p, and entry j (of the selected ones, or of all) once j * rate + rate - 1 <= p.
+Softmax in float32, output rounded once. A query that sees nothing gets zeros.
+Axes: b batch, s query column, w earlier window columns, N heads, D head width, e entries, t selected entries.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dsv4.kernels.index_scores import closed_entries
+from dsv4.kernels.numeric import wide
+
+# Queries of one banded block, and floats of scores and gathered entries that are held at a time.
+BLOCK = 64
+CHUNK = 1 << 25
+# Up to this many entries per selected one, masking a dense product is cheaper than gathering.
+GATHER_RATIO = 8
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Which keys a query may see.
+
+    Attributes:
+        window: tokens seen, the query's own included.
+        query_positions: [b s] int64, -1 at padding.
+        token_positions: [b w+s] int64 of the token keys, -1 where there is none.
+        gap: columns by which a row's earlier tokens may stand further away than their positions say (left padding after a cache).
+        rate: tokens per entry; 0 without entries.
+    """
+
+    window: int
+    query_positions: Tensor
+    token_positions: Tensor
+    gap: int = 0
+    rate: int = 0
+
+
+def visible_tokens(query_positions: Tensor, token_positions: Tensor, window: int) -> Tensor:
+    """[... s], [... k] -> [... s k] bool: 0 <= p_query - p_token < window, both real."""
+    distance = query_positions.unsqueeze(-1) - token_positions.unsqueeze(-2)
+    return (distance >= 0) & (distance < window) & (token_positions >= 0).unsqueeze(-2)
+
+
+def visible_entries(query_positions: Tensor, rate: int, entries: int, selection: Tensor | None) -> Tensor:
+    """[b s e] bool: closed for the query and, where a selection [b s t] is given, among the selected."""
+    closed = closed_entries(query_positions, rate, entries)
+    if selection is None:
+        return closed
+    chosen = torch.zeros(*closed.shape[:2], entries + 1, dtype=torch.bool, device=closed.device)
+    chosen = chosen.scatter(-1, selection.masked_fill(selection < 0, entries), True)
+    return closed & chosen[..., :entries]
+
+
+def softmax_with_sink(scores: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """scores [... k], sinks [...] -> (probabilities [... k], what the sink took [...]); a row that sees nothing and has no sink is zero."""
+    full = torch.cat((scores, sinks.unsqueeze(-1)), dim=-1)
+    blind = (full == float("-inf")).all(-1, keepdim=True)
+    probabilities = torch.softmax(full.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)
+    return probabilities[..., :-1], probabilities[..., -1]
+
+
+def sparse_attention_reference(
+    queries: Tensor, tokens: Tensor, entries: Tensor | None, sinks: Tensor, reach: Reach, selection: Tensor | None, scale: float
+) -> Tensor:
+    """The definition, with every score held: same arguments and result as `sparse_attention`."""
+    keys = tokens if entries is None else torch.cat((tokens, entries), dim=1)
+    seen = visible_tokens(reach.query_positions, reach.token_positions, reach.window)
+    if entries is not None:
+        seen = torch.cat((seen, visible_entries(reach.query_positions, reach.rate, entries.shape[1], selection)), dim=-1)
+    scores = torch.einsum("bsnd,bkd->bnsk", wide(queries), wide(keys)) * scale
+    scores = scores.masked_fill(~seen.unsqueeze(1), float("-inf"))
+    probabilities, _ = softmax_with_sink(scores, wide(sinks)[:, None].expand(scores.shape[:-1]))
+    return torch.einsum("bnsk,bkd->bsnd", probabilities, wide(keys)).to(queries.dtype)
+
+
+def sparse_attention(
+    queries: Tensor, tokens: Tensor, entries: Tensor | None, sinks: Tensor, reach: Reach, selection: Tensor | None, scale: float
+) -> Tensor:
+    """Cost linear in the number of queries: window keys in banded blocks, selected entries gathered, in chunks of queries.
+
+    Args:
+        queries: [b s N D] rotated. tokens: [b w+s D] rotated keys of the earlier window and of this call.
+        entries: [b e D] or None. sinks: [N] float32. selection: [b s t] int64 with -1 for fewer, or None for all closed entries.
+        scale: multiplies q . k.
+    Returns:
+        [b s N D] of queries' dtype; the rotary slice is not yet turned back.
+    """
+    b, s, heads, width = queries.shape
+    if entries is not None and entries.shape[1] == 0:
+        entries = None
+    block = min(BLOCK, s)
+    reach_back = reach.window - 1 + reach.gap
+    before = tokens.shape[1] - s
+    if before + s <= reach_back + 2 * block:
+        # Short: one band that holds every token.
+        block, reach_back = s, before
+    per_query = heads * (reach_back + block) + _entry_floats(entries, selection, heads, width)
+    step = max(1, CHUNK // max(1, b * per_query * block)) * block
+    front = reach_back - before
+    tail = -s % block
+    tokens = pad(tokens, (0, 0, front, tail)) if front >= 0 else pad(tokens[:, -front:], (0, 0, 0, tail))
+    places = pad(reach.token_positions, (max(front, 0), tail), value=-1)[:, max(-front, 0) :]
+    outputs = []
+    for i in range(0, s, step):
+        end = min(s, i + step)
+        stop = reach_back + end + (-end % block)
+        outputs.append(
+            _chunk(
+                wide(queries[:, i:end]),
+                wide(tokens[:, i:stop]),
+                None if entries is None else wide(entries),
+                wide(sinks),
+                reach.query_positions[:, i:end],
+                places[:, i:stop],
+                None if selection is None else selection[:, i:end],
+                reach,
+                block,
+                scale,
+            )
+        )
+    return torch.cat(outputs, dim=1).to(queries.dtype) if len(outputs) > 1 else outputs[0].to(queries.dtype)
+
+
+def _entry_floats(entries: Tensor | None, selection: Tensor | None, heads: int, width: int) -> int:
+    if entries is None:
+        return 0
+    if _gathers(entries, selection):
+        return selection.shape[-1] * (heads + width)
+    return entries.shape[1] * heads
+
+
+def _gathers(entries: Tensor, selection: Tensor | None) -> bool:
+    return selection is not None and entries.shape[1] > GATHER_RATIO * selection.shape[-1]
+
+
+def _chunk(queries, tokens, entries, sinks, query_positions, token_positions, selection, reach, block, scale) -> Tensor:
+    b, s, heads, width = queries.shape
+    tail = -s % block
+    blocks = (s + tail) // block
+    band = tokens.shape[1] - (blocks - 1) * block
+    q = pad(queries, (0, 0, 0, 0, 0, tail)).reshape(b, blocks, block * heads, width)
+    keys = tokens.unfold(1, band, block)
+    seen = visible_tokens(
+        pad(query_positions, (0, tail), value=-1).view(b, blocks, block), token_positions.unfold(1, band, block), reach.window
+    )
+    scores = (q @ keys).view(b, blocks, block, heads, band) * scale
+    scores = scores.masked_fill(~seen.unsqueeze(3), float("-inf")).reshape(b, blocks * block, heads, band)[:, :s]
+    if entries is None:
+        probabilities, _ = softmax_with_sink(scores, sinks.expand(b, s, heads))
+        return _weigh(probabilities, keys, tail, block)
+    if _gathers(entries, selection):
+        rows = torch.arange(b, device=entries.device)[:, None, None]
+        chosen = entries[rows, selection.clamp(min=0)]
+        closed = (selection >= 0) & ((selection + 1) * reach.rate <= query_positions.unsqueeze(-1) + 1)
+        entry_scores = queries @ chosen.transpose(-1, -2)
+    else:
+        chosen = entries.unsqueeze(1)
+        closed = visible_entries(query_positions, reach.rate, entries.shape[1], selection)
+        entry_scores = (queries.reshape(b, s * heads, width) @ entries.transpose(1, 2)).view(b, s, heads, -1)
+    entry_scores = (entry_scores * scale).masked_fill(~closed.unsqueeze(2), float("-inf"))
+    probabilities, _ = softmax_with_sink(torch.cat((scores, entry_scores), dim=-1), sinks.expand(b, s, heads))
+    on_tokens, on_entries = probabilities.split((band, entry_scores.shape[-1]), dim=-1)
+    return _weigh(on_tokens, keys, tail, block) + on_entries @ chosen
+
+
+def _weigh(probabilities: Tensor, keys: Tensor, tail: int, block: int) -> Tensor:
+    """probabilities [b s N band], keys [b blocks D band] -> [b s N D]."""
+    b, s, heads, band = probabilities.shape
+    p = pad(probabilities, (0, 0, 0, 0, 0, tail)).reshape(b, -1, block * heads, band)
+    return (p @ keys.transpose(-1, -2)).view(b, s + tail, heads, -1)[:, :s]
