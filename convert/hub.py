@@ -217,9 +217,9 @@ def _local(repo_or_path: str | Path) -> Path | None:
     if text.startswith(("http://", "https://")):
         raise ValueError(f"{text} is an address; pass the hub id in it (organisation/name)")
     path = Path(text).expanduser()
-    if path.is_dir():
+    if text and path.is_dir():
         return path
-    if path.exists():
+    if path.is_file():
         raise NotADirectoryError(f"{path} is a file; pass the folder that holds it")
     if isinstance(repo_or_path, str) and HUB_ID.fullmatch(repo_or_path):
         return None
@@ -317,7 +317,8 @@ def _explained(request: _Request) -> Iterator[None]:
     """Turns what huggingface_hub raises into an OSError that says what to do."""
     try:
         yield
-    except (HTTPError, OSError) as error:
+    # RuntimeError is what hf_xet, which moves the large files of the real hub, raises.
+    except (HTTPError, OSError, RuntimeError) as error:
         # An errno is the operating system's: a full disk, a cache that may not be written.
         if getattr(error, "errno", None) is not None:
             raise

@@ -66,6 +66,8 @@ BLOCK = (
     ("always", "mlp.shared_experts.down_proj.weight", "D,F", MODEL, "FP8"),
     ("always", "mlp.shared_experts.up_proj.weight", "F,D", MODEL, "FP8"),
 )
+# Held as buffers, not counted as parameters.
+BUFFERS = ("mlp.router.tid2eid", "mlp.router.e_score_correction_bias")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from dsv4.config import Dsv4Config
 from dsv4.convert import names
 from dsv4.convert.header import StoredTensor
@@ -19,7 +21,8 @@ from dsv4.kernels.quantize import FP4_BLOCK, FP8_BLOCK, fp4_scale_shape, fp8_sca
 
 Format = Literal["dense", "fp8", "fp4"]
 
-FLOAT_DTYPES = ("F32", "BF16", "F16")
+# Widest first.
+FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 INTEGER_DTYPES = ("I64", "I32")
 # Scale bytes written as plain U8 mean the same exponents.
 SCALE_DTYPES = {"fp8": ("F8_E8M0", "U8", "F32"), "fp4": ("F8_E8M0", "U8")}
@@ -75,6 +78,12 @@ def is_gate_up(name: str) -> bool:
 def module_of(name: str) -> str:
     """The module that owns a tensor of our name: `X` of `X.weight`, the bank of a stacked expert tensor."""
     return name.rpartition(".")[0]
+
+
+def stored_dtype(source: Source) -> torch.dtype:
+    """The floating dtype that holds every piece of a source: bfloat16 for codes."""
+    stored = {piece.weight.dtype for piece in source.pieces}
+    return next((dtype for name, dtype in FLOAT_DTYPES.items() if name in stored), torch.bfloat16)
 
 
 def find_scheme(stored: Mapping[str, StoredTensor]) -> tuple[Scheme, int]:
@@ -181,7 +190,7 @@ def _format(piece: Piece, spec: Spec, name: str, problems: Problems) -> Format |
         found, allowed = "fp4", ()
     else:
         found = "dense"
-        allowed = INTEGER_DTYPES if spec.dtype is INT64 else FLOAT_DTYPES
+        allowed = INTEGER_DTYPES if spec.dtype is INT64 else tuple(FLOAT_DTYPES)
     if allowed and weight.dtype not in allowed:
         problems.add("wrong dtype", f"{weight.name}: {weight.dtype}, expected one of {', '.join(allowed)}")
         return None

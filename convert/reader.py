@@ -25,7 +25,7 @@ from dsv4.convert.header import Shard, StoredTensor, read_shards
 from dsv4.convert.layout import INT64
 from dsv4.convert.names import Place, Scheme
 from dsv4.convert.packaging import refuse_packagings
-from dsv4.convert.plan import Format, Piece, Plan, Source, make_plan, module_of, part_shape, scale_place
+from dsv4.convert.plan import Format, Piece, Plan, Source, make_plan, module_of, part_shape, scale_place, stored_dtype
 from dsv4.convert.problems import CheckpointError, Problems
 from dsv4.convert.tensors import (
     as_scale,
@@ -92,7 +92,7 @@ class Checkpoint:
     def tensors(
         self,
         *,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         native: Native = False,
         layers: Collection[int] | None = None,
         progress: Progress | None = None,
@@ -101,6 +101,7 @@ class Checkpoint:
 
         Args:
             dtype: of what the model computes in; parameters that are float32 in memory stay float32, tid2eid int64.
+                None: as each tensor is stored, bfloat16 for what is dequantised.
             native: which modules keep FP8 and FP4 codes as stored: all, none, or a predicate of our module name (the
                 keys of `formats`). A kept module yields its codes and, after them, `..._scale_inv`, bit for bit.
             layers: only these blocks, and all that is outside the blocks.
@@ -123,7 +124,7 @@ class Checkpoint:
     def parts(
         self,
         *,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         native: Native = False,
         layers: Collection[int] | None = None,
         progress: Progress | None = None,
@@ -136,11 +137,11 @@ class Checkpoint:
             yield from zip((place, scale_place(place)), tensors, strict=False)
 
     def _read(
-        self, dtype: torch.dtype, native: Native, layers: Collection[int] | None, progress: Progress | None
+        self, dtype: torch.dtype | None, native: Native, layers: Collection[int] | None, progress: Progress | None
     ) -> Iterator["_Read"]:
         """Every stored tensor that is wanted, with its scale, in file order, its data checked."""
         self.check()
-        if dtype not in TARGET_DTYPES:
+        if dtype is not None and dtype not in TARGET_DTYPES:
             expected = ", ".join(str(allowed) for allowed in TARGET_DTYPES)
             raise ValueError(f"dtype is {dtype}; expected one of {expected}")
         keep = native if callable(native) else lambda module: native
@@ -162,7 +163,8 @@ class Checkpoint:
             check_codes(piece.weight.name, weight)
             if scale is not None:
                 check_scale(piece.scale.name, scale)
-            yield _Read(source, piece, weight, scale, dtype, module_of(source.name) in kept)
+            values = source.spec.dtype or dtype or stored_dtype(source)
+            yield _Read(source, piece, weight, scale, values, module_of(source.name) in kept)
             done += piece.nbytes
             if progress is not None:
                 progress(done, total)
@@ -170,7 +172,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class _Read:
-    """One stored tensor as views of the file, and what becomes of it."""
+    """One stored tensor as views of the file, and what becomes of it: `dtype` of its values, unless the codes are kept."""
 
     source: Source
     piece: Piece
@@ -182,7 +184,7 @@ class _Read:
     def empty(self, shape: tuple[int, ...]) -> list[Tensor]:
         """Room for a tensor of that logical shape: [values], or [codes, scales] where the codes are kept."""
         if not self.is_kept:
-            return [torch.empty(shape, dtype=self.source.spec.dtype or self.dtype)]
+            return [torch.empty(shape, dtype=self.dtype)]
         if self.source.format == "fp4":
             shape = (*shape[:-1], shape[-1] // 2)
             scale_shape = fp4_scale_shape(shape)
@@ -199,7 +201,7 @@ class _Read:
             out[0].copy_(self.weight)
         else:
             decode(self.weight, self.scale, self.source.format, self.dtype, out=out[0])
-        if not self.is_kept and self.weight.dtype is not INT64:
+        if not self.is_kept and self.dtype is not INT64:
             check_range(self.piece.weight.name, self.weight, self.scale, out[0])
 
 

@@ -1,45 +1,27 @@
 """Writing a checkpoint folder: streamed shard by shard into a folder beside the target, synced, then renamed into place.
 
-    stream of our tensors -> (pair codes with scales) -> (cut stacks) -> (cast or quantise) -> shards -> index, config.json
+    our tensors -> codes paired with scales -> stacks cut -> cast or quantised -> shards -> index, config.json
 
 Whatever stops a run, under the target's name there is the old folder, the complete new one, or nothing.
 """
 
-import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from dsv4.config import Dsv4Config
-from dsv4.convert import names
+from dsv4.convert.encoder import CODE_FORMATS, PLAIN_DTYPES, Encoder, FileDtype, Part, pair_scales
 from dsv4.convert.folder import new_folder
-from dsv4.convert.layout import FLOAT32, Spec, layout
-from dsv4.convert.names import Place, Scheme
-from dsv4.convert.plan import is_gate_up, part_shape, places, scale_place
+from dsv4.convert.names import SCHEMES, Place, Scheme
+from dsv4.convert.plan import is_gate_up
 from dsv4.convert.reader import CONFIG_NAME
 from dsv4.convert.shards import ShardWriter
-from dsv4.convert.tensors import decode, encode, parts_of
 
-FileFormat = Literal["official", "transformers"]
-FileDtype = Literal["stored", "official"] | torch.dtype
-
+FileFormat = Literal["official", "transformers", "hybrid"]
 MAX_SHARD_BYTES = 5_000_000_000
-PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-CODE_FORMATS = {torch.float8_e4m3fn: "fp8", torch.int8: "fp4"}
-# As the released files say it; FP4 experts are declared by expert_dtype alone.
-QUANTIZATION_CONFIG = {
-    "activation_scheme": "dynamic",
-    "fmt": "e4m3",
-    "quant_method": "fp8",
-    "scale_fmt": "ue8m0",
-    "weight_block_size": [128, 128],
-}
-
-Part = tuple[Place, Tensor, Tensor | None]
 
 
 def write_checkpoint(
@@ -56,28 +38,32 @@ def write_checkpoint(
     """Write every tensor of a model under `folder` and return its path.
 
     Args:
-        state: our state_dict names; FP8 or FP4 codes are accompanied by `..._scale_inv`. Read once, in any order; block
-            by block keeps no more than one shard in memory.
-        format: names and layout. "official": DeepSeek's names, one block per shard. "transformers": transformers' module
-            names; where experts are quantised its hybrid style, the only one it can read back on every device.
-        dtype: "stored" keeps each dtype and all codes bit for bit. A torch dtype dequantises and casts what follows the
+        state: our state_dict names; FP8 or FP4 codes are accompanied by `..._scale_inv`. Read once, in any order; in the
+            order of the blocks no more than one shard is held.
+        format: "official": DeepSeek's names, a shard for each block. "hybrid": what transformers writes by default.
+            "transformers": its module names; of a mapping with quantised experts the hybrid ones, since transformers
+            reads quantised stacks back on a GPU only.
+        dtype: "stored" keeps each dtype, and codes bit for bit. A torch dtype dequantises and casts all that follows the
             model's dtype. "official" quantises what the released files have quantised (codes given are kept) and rounds
-            the rest to BF16. Except under "official", norms that BF16 does not hold exactly are written as F32, so that
-            reading gives the same bits.
-        overwrite: replace a checkpoint folder that is there already, as a whole.
-        max_shard_bytes: a shard is closed before it would grow beyond this, unless a single tensor does.
+            the rest to BF16. Float32 parameters stay F32; norms are BF16 in official files where BF16 holds them exactly
+            (under dtype="official" always), so that reading gives the same bits.
+        overwrite: replace a checkpoint that is there already; the folder is replaced as a whole.
+        max_shard_bytes: a shard is closed before it grows beyond this, unless by a single tensor.
         extra_files: copied under their own names.
     Raises:
-        ValueError: tensors missing, unknown, of another shape or dtype; a weight that FP4 cannot hold.
+        ValueError: tensors that are missing, unknown, or of another shape or dtype; weights that FP4 cannot hold.
         FileExistsError: the folder is not empty and overwrite is not given, or it is no checkpoint.
     """
+    scheme: Scheme = format
+    if format == "transformers" and isinstance(state, Mapping) and _will_quantise_experts(state, dtype):
+        scheme = "hybrid"
     pairs = state.items() if isinstance(state, Mapping) else state
     parts = pair_scales((Place(name), tensor) for name, tensor in pairs)
     return write_parts(
         parts,
         config,
         folder,
-        format=format,
+        scheme=scheme,
         dtype=dtype,
         overwrite=overwrite,
         max_shard_bytes=max_shard_bytes,
@@ -90,27 +76,34 @@ def write_parts(
     config: Dsv4Config,
     folder: str | Path,
     *,
-    format: FileFormat,
+    scheme: Scheme,
     dtype: FileDtype,
-    overwrite: bool,
-    max_shard_bytes: int,
-    extra_files: Iterable[str | Path],
+    overwrite: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    extra_files: Iterable[str | Path] = (),
 ) -> Path:
-    """write_checkpoint for a stream that may hold experts one by one: (place, weight, its scale or None)."""
-    if format not in ("official", "transformers"):
-        raise ValueError(f"format is {format!r}; expected 'official' or 'transformers'")
+    """write_checkpoint for a stream that may bring experts one by one: (place, weight, its scale or None)."""
+    if scheme not in SCHEMES:
+        raise ValueError(f"format is {scheme!r}; expected one of {', '.join(SCHEMES)}")
     if dtype not in ("stored", "official", *PLAIN_DTYPES):
         raise ValueError(f"dtype is {dtype!r}; expected 'stored', 'official' or one of {PLAIN_DTYPES}")
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes is {max_shard_bytes}; expected a positive number")
     folder = Path(folder)
     with new_folder(folder, overwrite=overwrite, marker=CONFIG_NAME) as partial:
+        encoder = Encoder(config, scheme, dtype)
+        shards = ShardWriter(partial.path, max_shard_bytes, encoder.group_sizes() if scheme == "official" else None)
+        for place, tensors in encoder.encode(parts):
+            shards.add(encoder.group_of(place), tensors)
+        shards.finish()
         for file in map(Path, extra_files):
             partial.copy(file)
-        encoder = _Encoder(config, format, dtype)
-        shards = ShardWriter(partial.path, max_shard_bytes, one_block_each=format == "official")
-        for place, tensor in encoder.stored(parts):
-            shards.add(names.block_of(place.name), place.name, encoder.name_of(place), tensor)
-        encoder.check_complete()
-        shards.finish()
-        text = json.dumps(encoder.final_config().to_hf(format), indent=2) + "\n"
-        partial.write(CONFIG_NAME, text)
+        style = "official" if scheme == "official" else "transformers"
+        partial.write(CONFIG_NAME, json.dumps(encoder.final_config().to_hf(style), indent=2) + "\n")
     return folder
+
+
+def _will_quantise_experts(state: Mapping[str, Tensor], dtype: FileDtype) -> bool:
+    if dtype == "stored":
+        return any(tensor.dtype in CODE_FORMATS for name, tensor in state.items() if is_gate_up(name))
+    return dtype == "official"

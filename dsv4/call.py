@@ -6,8 +6,7 @@ e entry, m slot of a compression window.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,13 +18,22 @@ Rotation = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
+class Host:
+    """The rows as plain numbers: first real column, tokens before and after the call."""
+
+    start: tuple[int, ...]
+    past: tuple[int, ...]
+    length: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Windows:
     """The compression windows that this call closes, for one kind of block.
 
     Attributes:
         rate: tokens per entry. overlap: an entry also pools the window before it (CSA).
         total: entries that exist after the call (largest row). new: those closed by it (largest row).
-        before, after: [b] entries of each row before and after.
+        before, after: [b] entries of each row before and after; host_before, host_after: the same as plain numbers.
         filled: [b e_new] bool, False where a row closes fewer.
         index: [b e_new m] column of each slot's token in (kept projections, this call's); present: [b e_new m] bool.
         slot: [m] offset of a slot within its window (which position bias it takes).
@@ -39,6 +47,8 @@ class Windows:
     new: int
     before: Tensor
     after: Tensor
+    host_before: tuple[int, ...]
+    host_after: tuple[int, ...]
     filled: Tensor
     index: Tensor
     present: Tensor
@@ -56,6 +66,7 @@ class Call:
         start: [b] first real column. past, lengths: [b] tokens of each row before and after the call.
         earlier: [b w] int64 positions of the window tokens kept from before, right-aligned, -1 where a row has fewer.
         gap: largest left padding of a row that has earlier tokens.
+        host: the rows as plain numbers.
         rotations: rope kind -> (cos, sin) at `positions`, [b s r/2] each. windows: layer type -> Windows.
     """
 
@@ -70,7 +81,7 @@ class Call:
     padded: bool
     rotations: Mapping[str, Rotation]
     windows: Mapping[str, Windows]
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    host: Host
 
     @property
     def token_positions(self) -> Tensor:
@@ -126,6 +137,7 @@ def plan(config: Dsv4Config, rotary: Mapping[str, torch.nn.Module], input_ids: T
         padded=any(c != s for c in counts),
         rotations={kind: rope(positions) for kind, rope in rotary.items()},
         windows=windows,
+        host=Host(tuple(start), tuple(past), tuple(lengths)),
     )
 
 
@@ -157,6 +169,8 @@ def _windows(config: Dsv4Config, kind: str, rotary, past: list[int], lengths: li
         new=new,
         before=before_t,
         after=after_t,
+        host_before=tuple(before),
+        host_after=tuple(after),
         filled=filled,
         index=index.masked_fill(~present, 0),
         present=present,

@@ -214,10 +214,11 @@ def _read_layers(given: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
         kinds = [kind_of_ratio(ratio) for ratio in main] if kinds is None else kinds
         mtp = agreed({"compress_ratios past the blocks": tail, "mtp_compress_ratios": mtp})
         for layer, (kind, ratio) in enumerate(zip(kinds, main, strict=False)):
-            expected = 0 if kind == SLIDING else rates.setdefault(kind, ratio)
-            if ratio != expected or (kind != SLIDING and ratio == 0):
-                said = f"{expected or 'a rate'}, the one of every {kind} block"
-                raise error(f"compress_ratios[{layer}]", ratio, said)
+            if kind in DEFAULT_RATES and ratio != 0:
+                rates.setdefault(kind, ratio)
+            expected = rates.get(kind, 0 if kind == SLIDING else "a rate")
+            if ratio != expected and kind in (SLIDING, *DEFAULT_RATES):
+                raise error(f"compress_ratios[{layer}]", ratio, f"{expected}: it is a {kind} block")
     kinds = None if kinds is None else kinds[:num_layers]
     return {"compress_rates": rates, "mtp_compress_ratios": mtp or (), "layer_types": kinds}
 
@@ -228,7 +229,8 @@ def _read_mlp_layers(given: Mapping[str, Any], num_layers: int) -> dict[str, Any
     if hashes is not None:
         named = list(hash_blocks_first(num_layers, count("num_hash_layers", hashes, 0)))
         if kinds is not None and kinds != named:
-            raise error("num_hash_layers", hashes, f"what mlp_layer_types says: {kinds}")
+            at = [layer for layer, kind in enumerate(kinds) if kind == HASH_MOE]
+            raise error("num_hash_layers", hashes, f"mlp_layer_types to agree; it has them at {at}")
         kinds = named
     return {"mlp_layer_types": kinds}
 
@@ -368,7 +370,8 @@ def _official(fields: Mapping[str, Any]) -> dict[str, Any]:
     if rope["main"]["rope_type"] != "default":
         keys["rope_parameters"] = rope
     elif rope["compress"]["rope_type"] == "yarn":
-        yarn = rope["compress"].items()
-        own = {key: value for key, value in yarn if key not in ("rope_type", "rope_theta")}
-        keys["rope_scaling"] = {"type": "yarn", **own}
+        yarn = {key: v for key, v in rope["compress"].items() if not key.startswith("rope_")}
+        if yarn["attention_factor"] == YARN_DEFAULTS["attention_factor"]:
+            del yarn["attention_factor"]
+        keys["rope_scaling"] = {"type": "yarn", **yarn}
     return keys

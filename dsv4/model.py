@@ -19,6 +19,7 @@ from dsv4.inputs import Input, resolve
 from dsv4.interventions import Interventions
 from dsv4.kernels.hyper_connection import collapse
 from dsv4.kernels.numeric import wide
+from dsv4.kv_cache import KVCache
 from dsv4.linear import Linear
 from dsv4.loading import NO_TOKENIZER, Loading
 from dsv4.norm import RMSNorm
@@ -80,7 +81,7 @@ class Dsv4(Watching, Interventions, Loading, Probed):
         attention_mask: Tensor | None = None,
         input_ids: Input = None,
         inputs_embeds: Tensor | None = None,
-        kv_cache=None,
+        kv_cache: KVCache | None = None,
         logits_to_keep: int | None = None,
         start_at_layer: int | None = None,
         stop_at_layer: int | None = None,
@@ -160,6 +161,10 @@ class Dsv4(Watching, Interventions, Loading, Probed):
         if stop is not None and (isinstance(stop, bool) or not isinstance(stop, int) or not first <= stop <= self.num_layers):
             raise ValueError(f"stop_at_layer={stop!r}: expected {first} <= layer <= {self.num_layers} (exclusive; no negatives)")
         return first, stop
+
+    def new_kv_cache(self, batch_size: int = 1, max_length: int = 4096, *, rewind: int | None = None) -> KVCache:
+        """An empty KVCache of this model's config, dtype and device."""
+        return KVCache(self.config, batch_size, max_length, device=self.device, dtype=self.dtype, rewind=rewind)
 
     # Names.
 

@@ -97,6 +97,10 @@ def _explain(pattern: str, names: Sequence[str], absent: Absent | None) -> str:
         return f"{pattern!r} is the end of a name: write {' or '.join(map(repr, spelled))}"
     if hits := _matching(everywhere, list(lacking)):
         return f"{pattern!r} exists on no block: {lacking[hits[0]]}"
+    if _matching(f"{everywhere}.**", names):
+        return (
+            f"{pattern!r} is a module, not a value: write {everywhere + '.**'!r} for all it holds"
+        )
     templates = list(dict.fromkeys(map(_template, names)))
     pool = list(dict.fromkeys([*names, *templates]))
     near = difflib.get_close_matches(pattern, pool, NUM_SUGGESTED, 0.5)

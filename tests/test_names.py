@@ -150,6 +150,7 @@ def test_a_generator_is_a_type_error():
         ("layers.3", "write 'layers.3.**'"),
         ("layers", "write 'layers.**'"),
         ("layers.*.self_attn", "write 'layers.*.self_attn.**'"),
+        ("self_attn", "write '**.self_attn.**'"),
         ("layer_output", "write 'layers.*.layer_output'"),
         ("mlp.expert_weights", "write 'layers.*.mlp.expert_weights'"),
         ("3.layer_output", "write 'layers.3.layer_output'"),
