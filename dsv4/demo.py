@@ -1,41 +1,23 @@
-"""`dsv4 demo`: one prompt on one checkpoint, looked at from several sides. Everything here is the public API.
+"""`dsv4 demo`: one prompt on one checkpoint, told in lines and one picture. What is measured: dsv4/findings.py.
 
-The shipped checkpoint is a trained 2-million-parameter DeepSeek-V4 in the official on-disk format. It reads a little language of
-statements of four words; its CSA blocks compress four tokens to one entry, so entry i is statement i. `docs/demo.md` has the language.
+The shipped checkpoint is a trained DeepSeek-V4 of 2 million parameters in the official on-disk format. It reads a little language of
+statements of four words; its CSA blocks make one entry of four tokens, so that entry i is statement i.
 """
 
-import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from dsv4 import values
-from dsv4.activation_cache import ActivationCache
+from dsv4 import picture, values
 from dsv4.config import CSA
-from dsv4.lens import Lens
+from dsv4.findings import STREAM_WEIGHTS, Findings, Outcome, Scene, ablate_expert, contrast_of, look, picks, read_prompt, steer
 from dsv4.model import Dsv4
 
-PROMPT = (
-    "mira has key . tom has cup . ana has map . sky shows rain . sky shows rain . ben has lamp . sky shows sun . "
-    "2 2 makes 4 lia has drum . sky shows rain . sam has bell . say ba ko ti again ba ko ti eva has flag . whose key ?"
-)
-# For other checkpoints: the difference of the two is what the steering adds.
-OTHER_PROMPT, OTHER_CONTRAST = "The capital of France is", "The capital of Japan is"
-IDS_WITHOUT_TOKENIZER = 24
-QUESTION = re.compile(r"(.*\bwhose )(\w+)( \?)")
-FACT = re.compile(r"\b\w+ has (\w+) \.")
-# Runs that drop an entry, the most attended first: a large model has thousands of picks.
-DROPS = 4
+OUT = "dsv4_demo.png"
+WIDTH = 100
 SHOWN = 3
-
-ROUTING = ["layers.*.mlp.expert_indices", "layers.*.mlp.expert_weights"]
-STREAM_WEIGHTS = ("attention_pre", "attention_post", "mlp_pre", "mlp_post")
-SELECTION = "layers.{}.self_attn.compressor.indexer.indexer_selection"
-SCORES = "layers.{}.self_attn.compressor.indexer.indexer_scores"
-PROBABILITIES = "layers.{}.self_attn.attention_probabilities"
+KIND = {"sliding_attention": "sliding", CSA: "CSA", "heavily_compressed_attention": "HCA"}
 
 
 def checkpoint_folder() -> Path:
@@ -43,201 +25,153 @@ def checkpoint_folder() -> Path:
     return Path(__file__).with_name("demo_checkpoint")
 
 
-@dataclass(frozen=True)
-class Scene:
-    """One prompt and its plain run.
+def run(
+    prompt: str | None = None,
+    *,
+    model: str | None = None,
+    contrast: str | None = None,
+    device: str | None = None,
+    out: str = OUT,
+    write: Callable[[str], None] = print,
+) -> Findings:
+    """Measure, write lines as they come, save the picture.
 
-    Attributes:
-        ids: [1, s]. words: the token at each place. probabilities: [s, vocab] of the next token.
-        answer: the most likely token after the prompt. routing: every token's experts. last: values at the last token.
+    Args:
+        prompt: text, or token ids where the checkpoint has no tokenizer. model: folder or hub id; None is the shipped checkpoint.
+        contrast: a prompt; the streams at its last token minus those at the prompt's are what the steering adds.
+        out: file of the picture.
+    Raises:
+        ValueError for a prompt that the model cannot read, FileNotFoundError for an `out` without a folder, what loading raises.
     """
-
-    model: Dsv4
-    ids: Tensor
-    words: list[str]
-    probabilities: Tensor
-    answer: int
-    routing: ActivationCache
-    last: ActivationCache
-    lens: Lens
-
-    def word(self, token: int) -> str:
-        return str(token) if self.model.tokenizer.backend is None else self.model.to_string([token])
-
-    def entry(self, layer: int, number: int) -> str:
-        """The words of a compressed entry's own window."""
-        rate = self.model.config.rate(layer)
-        return " ".join(w.strip() for w in self.words[number * rate : (number + 1) * rate])
+    if not Path(out).absolute().parent.is_dir():
+        raise FileNotFoundError(f"--out {out}: there is no folder {Path(out).absolute().parent}")
+    shipped = model is None
+    loaded = Dsv4.from_pretrained(checkpoint_folder() if shipped else model, device=device)
+    with torch.no_grad():
+        ids, words, text = read_prompt(loaded, prompt, shipped)
+        scene = look(loaded, ids.to(loaded.device), words)
+        for section in (answer_lines, value_lines, block_lines, lens_lines):
+            write("\n".join(section(scene)) + "\n")
+        findings = Findings(scene, picks(scene), ablate_expert(scene), steer(scene, contrast_of(text, contrast, shipped)))
+    for section in (pick_lines, ablation_lines, steering_lines):
+        write("\n".join(section(findings)) + "\n")
+    write(picture.save(findings, out))
+    return findings
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a run with an edit says after the prompt."""
-
-    best: str
-    best_probability: float
-    answer_probability: float
-
-
-@dataclass(frozen=True)
-class Pick:
-    """An entry that a CSA block's indexer kept for the last token. mass: attention on it, by head. dropped: the answer without it."""
-
-    layer: int
-    entry: int
-    words: str
-    score: float
-    mass: list[float]
-    dropped: Outcome | None = None
+def answer_lines(scene: Scene) -> list[str]:
+    model, config = scene.model, scene.model.config
+    best = scene.probabilities[-1].topk(min(SHOWN, model.vocab_size))
+    first, *rest = [f"{scene.word(int(i))!r} {float(p):.4f}" for p, i in zip(*best, strict=True)]
+    return [
+        f"MODEL   {model.num_layers} blocks, {model.streams} streams of {model.hidden_size}, {model.num_heads} heads, "
+        f"{model.num_experts} experts + {config.n_shared_experts} shared, {model.top_k} per token, {model.vocab_size} words",
+        *wrapped("PROMPT  ", scene.words),
+        *([] if model.tokenizer.backend is not None else ["        no tokenizer.json: tokens are shown as their ids"]),
+        f"ANSWER  {first}, then {', '.join(rest)}",
+    ]
 
 
-@dataclass(frozen=True)
-class Ablation:
-    """moved: (place, next token in the plain run, its probability before, after), the largest fall first."""
-
-    layer: int
-    expert: int
-    tokens: int
-    outcome: Outcome
-    moved: list[tuple[int, str, float, float]]
-
-
-@dataclass(frozen=True)
-class Steering:
-    """picked: what the first CSA block's indexer kept under the steering, as words."""
-
-    layer: int
-    about: str
-    outcome: Outcome
-    picked: list[str]
+def wrapped(label: str, words: list[str]) -> list[str]:
+    """Words in lines of WIDTH."""
+    lines = [label]
+    for word in words:
+        shown = word if word.isprintable() and word.strip() == word else repr(word)
+        if len(lines[-1]) + len(shown) > WIDTH:
+            lines.append(" " * len(label))
+        lines[-1] += shown + " "
+    return [line.rstrip() for line in lines]
 
 
-@dataclass(frozen=True)
-class Findings:
-    scene: Scene
-    picks: list[Pick]
-    ablation: Ablation
-    steering: Steering
-
-
-def read_prompt(model: Dsv4, prompt: str | None, shipped: bool) -> tuple[Tensor, list[str], str | None]:
-    """(ids [1, s], words, the prompt as text or None where the checkpoint has no tokenizer). ValueError for words it does not know."""
-    if model.tokenizer.backend is None:
-        if prompt is not None and not all(w.isdecimal() for w in prompt.split()):
-            raise ValueError(f"this checkpoint has no tokenizer.json, so the prompt must be token ids, e.g. '5 17 3'; got {prompt!r}")
-        ids = [i % model.vocab_size for i in range(IDS_WITHOUT_TOKENIZER)] if prompt is None else [int(w) for w in prompt.split()]
-        if not ids:
-            raise ValueError("the prompt is empty; give token ids, e.g. '5 17 3'")
-        return torch.tensor([ids]), [str(i) for i in ids], None
-    text = prompt if prompt is not None else PROMPT if shipped else OTHER_PROMPT
-    if shipped:
-        vocabulary = model.tokenizer.backend.get_vocab()
-        unknown = [w for w in dict.fromkeys(text.split()) if w not in vocabulary]
-        if unknown:
-            known = " ".join(w for w in sorted(vocabulary, key=vocabulary.get) if not w.startswith("<"))
-            raise ValueError(f"the shipped checkpoint does not know {', '.join(map(repr, unknown))}; its words are: {known}")
-    ids = model.to_tokens(text)
-    if ids.shape[1] == 0:
-        raise ValueError("the prompt has no tokens; give at least one word")
-    return ids, model.to_str_tokens(ids), text
-
-
-def contrast_of(text: str | None, contrast: str | None, shipped: bool) -> str | None:
-    """The prompt whose difference steers: the one given, a question for another fact of the document, or None."""
-    if contrast is not None or text is None:
-        return contrast
-    if not shipped:
-        return OTHER_CONTRAST if text == OTHER_PROMPT else None
-    question = QUESTION.fullmatch(text)
-    if question is None:
-        return None
-    others = [thing for thing in FACT.findall(text) if thing != question[2]]
-    # The second fact reads better than the first beside a question for the first.
-    return question[1] + others[0] + question[3] if others else None
-
-
-def look(model: Dsv4, ids: Tensor, words: list[str]) -> Scene:
-    """The plain run."""
-    layers = range(model.num_layers)
-    csa = [i for i in layers if model.layer_types[i] == CSA]
-    names = [f"layers.{i}.{leaf}" for i in layers for leaf in STREAM_WEIGHTS]
-    names += [PROBABILITIES.format(i) for i in layers] + [form.format(i) for i in csa for form in (SELECTION, SCORES)]
-    logits, routing = model.run_with_cache(ids, ROUTING)
-    _, last = model.run_with_cache(ids, names, pos=-1)
-    probabilities = logits[0].softmax(-1)
-    answer = int(probabilities[-1].argmax())
-    return Scene(model, ids, words, probabilities, answer, routing, last, model.logit_lens(ids))
-
-
-def outcome(scene: Scene, logits: Tensor) -> Outcome:
-    after = logits[0, -1].softmax(-1)
-    best = int(after.argmax())
-    return Outcome(scene.word(best), float(after[best]), float(after[scene.answer]))
-
-
-def picks(scene: Scene) -> list[Pick]:
-    """What each CSA block's indexer kept for the last token, and the answer once the most attended are dropped, one at a time."""
-    found = []
-    for layer in (i for i in range(scene.model.num_layers) if scene.model.layer_types[i] == CSA):
-        kept = [e for e in scene.last[SELECTION.format(layer)][0].tolist() if e >= 0]
-        # Keys are the tokens, then the entries.
-        mass = scene.last[PROBABILITIES.format(layer)][0, :, scene.ids.shape[1] :]
-        scores = scene.last[SCORES.format(layer)][0]
-        found += [Pick(layer, e, scene.entry(layer, e), float(scores[e]), mass[:, e].tolist()) for e in kept]
-    attended = sorted(found, key=lambda pick: -max(pick.mass))[:DROPS]
-    return [with_drop(scene, pick) if pick in attended else pick for pick in found]
-
-
-def with_drop(scene: Scene, pick: Pick) -> Pick:
-    def drop(selection: Tensor, hook) -> Tensor:
-        at_last = selection[:, -1:]
-        return torch.cat((selection[:, :-1], at_last.masked_fill(at_last == pick.entry, -1)), dim=1)
-
-    logits = scene.model.run_with_hooks(scene.ids, [(SELECTION.format(pick.layer), drop)])
-    return Pick(pick.layer, pick.entry, pick.words, pick.score, pick.mass, outcome(scene, logits))
-
-
-def ablate_expert(scene: Scene, layer: int = 0) -> Ablation:
-    """Zero the routing weight of the expert that carries most of it over the prompt."""
-    indices, weights = scene.routing["expert_indices", layer], scene.routing["expert_weights", layer]
-    carried = torch.zeros(scene.model.num_experts).index_add(0, indices.flatten().cpu(), weights.flatten().cpu())
-    expert = int(carried.argmax())
-
-    def ablate(value: Tensor, hook) -> Tensor:
-        return value.masked_fill(indices == expert, 0.0)
-
-    logits = scene.model.run_with_hooks(scene.ids, [(f"layers.{layer}.mlp.expert_weights", ablate)])
-    before = scene.probabilities.max(-1)
-    after = logits[0].softmax(-1).gather(-1, before.indices.unsqueeze(-1)).squeeze(-1)
-    order = (after - before.values).argsort()[:SHOWN].tolist()
-    moved = [(i, scene.word(int(before.indices[i])), float(before.values[i]), float(after[i])) for i in order]
-    return Ablation(layer, expert, int((indices == expert).sum()), outcome(scene, logits), moved)
-
-
-def steer(scene: Scene, contrast: str | None) -> Steering:
-    """Add one vector to every stream of one block's output, at all positions."""
+def value_lines(scene: Scene) -> list[str]:
+    """support() of the block that has most to show, with the sizes of this run."""
     model = scene.model
-    csa = [i for i in range(model.num_layers) if model.layer_types[i] == CSA]
-    if contrast is not None:
-        layer = max((csa[0] if csa else model.num_layers // 2) - 1, 0)
-        name = f"layers.{layer}.layer_output"
-        ends = [model.run_with_cache(run, name, pos=-1)[1][name][0].mean(0) for run in (contrast, scene.ids)]
-        vector, about = ends[0] - ends[1], f"the last token of {contrast_words(contrast)} minus that of the prompt"
-    else:
-        layer = model.num_layers - 1
-        second = int(scene.probabilities[-1].topk(2).indices[-1])
-        rows = model.lm_head.matrix(torch.float32)
-        vector, about = rows[second] - rows[scene.answer], f"the head's row of {scene.word(second)!r} minus that of the answer"
-        size = model.run_with_cache(scene.ids, "readout", pos=-1)[1]["readout"].float().norm()
-        vector = vector * size / vector.norm()
-    names = [SELECTION.format(csa[0])] if csa else []
-    with model.steer(vector, layers=layer):
-        logits, cache = model.run_with_cache(scene.ids, names, pos=-1)
-    picked = [scene.entry(csa[0], e) for name in names for e in cache[name][0].tolist() if e >= 0]
-    return Steering(layer, about, outcome(scene, logits), picked)
+    order = {kind: i for i, kind in enumerate((CSA, "heavily_compressed_attention"))}
+    layer = min(range(model.num_layers), key=lambda i: (order.get(model.layer_types[i], len(order)), i))
+    sizes = values.sizes(model.config, layer, *scene.ids.shape)
+    lines = [
+        f"VALUES  of the model and of block {layer} ({model.layer_types[layer]}, {model.config.mlp_layer_types[layer]}): "
+        f"each can be read by name",
+        "        free: the fast way has it; mat: the block is spelled out while it is listened to; -: read-only",
+        f"  {'':<30}{'layout':<17}{'axes':<24}{'in this run':<18}{'read':<6}edit",
+    ]
+    module = None
+    for row in model.support(layer):
+        owner, _, leaf = row.name.rpartition(".")
+        if owner != module:
+            module = owner
+            lines.append(f"  {owner or 'model'}")
+        if row.available:
+            shape = " x ".join(str(sizes[axis]) for axis in row.axes.split())
+            lines.append(f"    {leaf:<28}{row.layout:<17}{row.axes:<24}{shape:<18}{row.read:<6}{row.edit}")
+        else:
+            lines.append(f"    {leaf:<28}{row.reason}")
+    if model.layer_types[layer] != CSA:
+        lines.append("  this checkpoint has no compressed_sparse_attention block: no indexer values")
+    return lines
 
 
-def contrast_words(contrast: str) -> str:
-    """Its end, short enough for a line."""
-    words = contrast.split()
-    return repr(contrast if len(words) <= 6 else "... " + " ".join(words[-3:]))
+def block_lines(scene: Scene) -> list[str]:
+    """Routing and stream weights of every block at the last token."""
+    model, last = scene.model, f"{scene.words[-1]!r}"
+    lines = [f"ROUTING of {last}: expert x weight, best first", "  block  attention  experts"]
+    for i in range(model.num_layers):
+        chosen = zip(scene.routing["expert_indices", i][0, -1].tolist(), scene.routing["expert_weights", i][0, -1].tolist(), strict=True)
+        slots = ", ".join(f"{expert} x {weight:.2f}" for expert, weight in sorted(chosen, key=lambda slot: -slot[1]))
+        how = "by the token's id (hash)" if model.layers[i].mlp.scoring == "hash" else ""
+        lines.append(f"  {i:>5}  {KIND[model.layer_types[i]]:<9}  {slots:<30} {how}".rstrip())
+    wide = 5 * model.streams + 2
+    lines += ["", f"STREAMS at {last}: how much of each stream a sublayer reads, and how much of its output each stream gets"]
+    lines.append("  block  " + "".join(f"{head:<{wide}}" for head in ("attention reads", "attention writes", "mixture reads", "mixture writes")))
+    for i in range(model.num_layers):
+        sites = (scene.last[leaf, i][0].tolist() for leaf in STREAM_WEIGHTS)
+        lines.append(f"  {i:>5}  " + "".join(f"{' '.join(f'{w:.2f}' for w in site):<{wide}}" for site in sites).rstrip())
+    return lines
+
+
+def lens_lines(scene: Scene) -> list[str]:
+    tops = zip(scene.lens.layers, *scene.lens.top(SHOWN), strict=True)
+    lines = ["LENS    each block's streams read through hc_head, norm and head at the last token"]
+    for layer, probabilities, tokens in tops:
+        best = zip(tokens[0].flatten().tolist(), probabilities[0].flatten().tolist(), strict=True)
+        lines.append(f"  {layer:>5}  " + "  ".join(f"{scene.word(token)!r:<10} {p:.3f}  " for token, p in best).rstrip())
+    return lines
+
+
+def told(scene: Scene, result: Outcome) -> str:
+    answer = f"P({scene.word(scene.answer)!r}) {float(scene.probabilities[-1, scene.answer]):.4f} -> {result.answer_probability:.4f}"
+    return answer if result.best == scene.word(scene.answer) else f"{answer}, answer {result.best!r} {result.best_probability:.4f}"
+
+
+def pick_lines(findings: Findings) -> list[str]:
+    scene, config = findings.scene, findings.scene.model.config
+    lines = [f"INDEXER entries that each CSA block kept for {scene.words[-1]!r}; each dropped by an edit of indexer_selection"]
+    if CSA not in config.layer_types:
+        return [*lines, "  no compressed_sparse_attention block in this checkpoint: nothing to pick"]
+    if not findings.picks:
+        return [*lines, f"  no entry is closed yet: {len(scene.words)} tokens, one entry for {config.compress_rates[CSA]}"]
+    for pick in findings.picks:
+        if pick.dropped is not None:
+            lines.append(f"  block {pick.layer}  entry {pick.entry:>3} {pick.words!r:<24} attention up to {max(pick.mass):.2f}  without it: {told(scene, pick.dropped)}")
+    more = sum(pick.dropped is None for pick in findings.picks)
+    return [*lines, f"  and {more} more, attended less"] if more else lines
+
+
+def ablation_lines(findings: Findings) -> list[str]:
+    scene, found = findings.scene, findings.ablation
+    lines = [
+        f"EXPERT  {found.expert} of block {found.layer} ablated (weight 0 at its {found.tokens} of {len(scene.words)} tokens): {told(scene, found.outcome)}",
+        "  the next tokens of the prompt that it changed most:",
+    ]
+    for place, word, before, after in found.moved:
+        context = " ".join(scene.words[max(place - 3, 0) : place + 1])
+        lines.append(f"    {context!r:<24} -> {word!r:<10} {before:.3f} -> {after:.3f}")
+    return lines
+
+
+def steering_lines(findings: Findings) -> list[str]:
+    scene, found = findings.scene, findings.steering
+    lines = [f"STEER   the streams leaving block {found.layer} by {found.about}:", f"  {told(scene, found.outcome)}"]
+    if found.picked:
+        lines.append(f"  the indexer of the first CSA block now keeps {', '.join(map(repr, found.picked[:SHOWN]))}")
+    return lines

@@ -21,6 +21,7 @@ class Inputs:
     valid: Tensor
     hidden: Tensor | None
     is_text: bool = False
+    is_text_list: bool = False
 
     @property
     def size(self) -> tuple[int, int]:
@@ -61,7 +62,7 @@ def resolve(model, given: Input, *, input_ids=None, inputs_embeds=None, attentio
     if 0 in shape:
         raise ValueError(f"an empty input of shape {list(shape)}: expected at least one row and one token")
     valid = _valid(attention_mask, listed, tuple(shape), model.device, past)
-    return Inputs(ids, valid, hidden, is_text)
+    return Inputs(ids, valid, hidden, is_text, is_text and not isinstance(given, str))
 
 
 def _is_text(x: Any) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dsv4.block import Block
 from dsv4.call import Call, plan
 from dsv4.config import Dsv4Config
+from dsv4.generate import Generating
 from dsv4.hooks import HookPoint, Probed, Stage
 from dsv4.hyper_connection import HyperHead
 from dsv4.inputs import Input, resolve
@@ -40,7 +41,7 @@ class Head(Linear):
         return torch.cat([nn.functional.linear(x, rows.to(x.dtype)) for rows in self.weight.split(HEAD_ROWS)], dim=-1)
 
 
-class Dsv4(Watching, Interventions, Loading, Probed):
+class Dsv4(Watching, Interventions, Generating, Loading, Probed):
     """The model. Build it with `from_pretrained`, `from_config` or `from_transformers`.
 
     Calling it returns logits [b, s, vocab] float32. Values are named by their module path (`model.hook_dict`); read them with

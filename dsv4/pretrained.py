@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from dsv4.config import Dsv4Config
 from dsv4.experts import Experts, Fp4Experts, Fp8Experts, StoredExperts
+from dsv4.generate import read_generation_config
 from dsv4.linear import Fp8GroupedLinear, Fp8Linear, GroupedLinear, Linear
 from dsv4.rope import Rotary
 from dsv4.table import Table
@@ -51,6 +52,7 @@ def load(cls, repo_or_path, *, dtype, device, weights, kernels, numerics, mtp, s
     left = [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
     assert not left, f"the checkpoint plan left {left[:10]} unfilled"
     model.tokenizer = Tokenizer.from_folder(folder, config)
+    model.generation_config = read_generation_config(folder)
     return model
 
 

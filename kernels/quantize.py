@@ -102,11 +102,11 @@ def dequantize_fp8(
     scale, exact = _scale_values(scale, out.dtype)
     table = _fp8_table(codes.device, torch.float32 if not exact else out.dtype)
     rows, columns = codes.shape[-2] // row_parts, codes.shape[-1]
-    codes_mats = codes.contiguous().view(torch.uint8).reshape(-1, rows, columns)
-    out_mats = out.view(-1, rows, columns)
-    for codes_oi, scale_bb, out_oi in zip(
-        codes_mats, scale.reshape(len(codes_mats), -1, scale.shape[-1]), out_mats, strict=True
-    ):
+    count = math.prod(codes.shape[:-2]) * row_parts
+    codes_mats = codes.contiguous().view(torch.uint8).reshape(count, rows, columns)
+    scale_mats = scale.reshape(count, scale.shape[-2] // row_parts, scale.shape[-1])
+    out_mats = out.view(count, rows, columns)
+    for codes_oi, scale_bb, out_oi in zip(codes_mats, scale_mats, out_mats, strict=True):
         scale_bi = scale_bb.repeat_interleave(FP8_BLOCK, dim=-1)[:, :columns]
         blocks = max(1, _chunk(codes.device) // max(1, FP8_BLOCK * columns))
         for first in range(0, len(scale_bi), blocks):
@@ -172,7 +172,7 @@ def quantize_fp8(weight: Tensor, *, row_parts: int = 1) -> tuple[Tensor, Tensor]
     if weight.dim() not in (2, 3) or weight.shape[-2] % row_parts:
         raise ValueError(f"weight {list(weight.shape)}; expected rank 2 or 3 with rows divisible by {row_parts}")
     padding = (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK)
-    mats = weight.reshape(-1, rows, columns)
+    mats = weight.reshape(math.prod(weight.shape[:-2]) * row_parts, rows, columns)
     codes = torch.empty(mats.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scales = []
     for mat_oi, codes_oi in zip(mats, codes, strict=True):

@@ -35,10 +35,12 @@ GROUPS = {
         *("float32", "norm", "rope", "linear", "hyper_connection", "compressor", "indexer"),
         *("attention", "router", "experts", "moe", "block"),
     },
-    "watching": {"activation_cache", "capture", "watch", "lens", "interventions", "kv_cache"},
+    "watching": {"activation_cache", "capture", "steps", "watch", "lens", "interventions"},
     "text": {"text"},
-    "model": {"model", "initialize", "loading", "pretrained"},
-    "programs": {"cli", "demo", "__main__", "testing"},
+    "model": {
+        *("model", "initialize", "kv_cache", "generate", "sampling", "loading", "pretrained"),
+    },
+    "programs": {"cli", "demo", "__main__", "testing", "testing_checkpoints"},
     "public": {"__init__"},
 }
 # Left may import right; imports that only a type checker runs are free.
