@@ -120,7 +120,7 @@ EXTRAS = (
     ("mtp (draft layers)", re.compile(r"(model\.)?mtp\..+")),
     ("vision tower", re.compile(r"(model\.)?(vision|aligner)\..+")),
     ("image tokens", re.compile(r"(model\.)?image_(start|end|pad|newline)")),
-    ("router bias for image tokens", re.compile(r"(model\.)?layers\.\d+\.ffn\.gate\.bias_vl")),
+    ("router bias for image tokens", re.compile(r"(model\.)?layers\.\d+\.(ffn|mlp)\.gate\.bias_vl")),
 )
 # Skipped on a hash block, where only image tokens would use it.
 HASH_BLOCK_EXTRA = "mlp.router.e_score_correction_bias"

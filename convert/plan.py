@@ -119,6 +119,8 @@ def make_plan(config: Dsv4Config, stored: Mapping[str, StoredTensor]) -> Plan:
         source = _source(scheme, name, spec, by_place, problems)
         if source is not None:
             sources[name] = source
+    order = [*(label for label, _ in names.EXTRAS), names.HASH_BLOCK_EXTRA_LABEL]
+    extras = {label: extras[label] for label in order if label in extras}
     formats = _formats(sources, problems)
     _check_config(config, formats, problems)
     return Plan(scheme, sources, formats, extras, problems)

@@ -11,7 +11,7 @@ tensor that is yielded: at no time is there more than what was yielded, the stac
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -55,9 +55,9 @@ class Checkpoint:
     """
 
     folder: Path
-    config: Dsv4Config
-    shards: tuple[Shard, ...]
-    plan: Plan
+    config: Dsv4Config = field(repr=False)
+    shards: tuple[Shard, ...] = field(repr=False)
+    plan: Plan = field(repr=False)
     problems: Problems
 
     @property

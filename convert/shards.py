@@ -2,7 +2,9 @@
 
 Tensors wait in memory until their shard is complete: one block of the model for the official layout, else as many as fit.
 When all that waits exceeds the size of a shard, the largest group is written as it is, so that the memory is bounded
-whatever the order of the stream. In a file tensors are grouped by dtype, widest first, which keeps every one aligned.
+whatever the order of the stream. In a file tensors are grouped by dtype, widest first, which keeps every one aligned;
+before that come those of a whole number of 64 bytes, so that all large ones lie on such a boundary: a reader that maps
+the file computes on them as fast, and in the same order of sums, as on memory of its own.
 """
 
 import json
@@ -26,6 +28,7 @@ DTYPE_NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.int8: "I8",
 }
+ALIGNMENT = 64
 # transformers asks for the framework that a file was written by.
 METADATA = {"format": "pt"}
 
@@ -95,7 +98,8 @@ class ShardWriter:
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """One safetensors file, synced; tensors on any device, written without a copy where they are on the CPU."""
-    order = sorted(tensors, key=lambda name: list(DTYPE_NAMES).index(tensors[name].dtype))
+    widths = list(DTYPE_NAMES)
+    order = sorted(tensors, key=lambda n: (tensors[n].nbytes % ALIGNMENT != 0, widths.index(tensors[n].dtype)))
     header: dict[str, object] = {"__metadata__": METADATA}
     at = 0
     for name in order:
@@ -104,8 +108,8 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
         header[name] = entry | {"data_offsets": [at, at + tensor.nbytes]}
         at += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    # Spaces, so that the data begin at a multiple of 8.
-    text += b" " * (-len(text) % 8)
+    # The format allows spaces after the header.
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
     with path.open("wb") as stream:
         stream.write(struct.pack("<Q", len(text)) + text)
         for name in order:

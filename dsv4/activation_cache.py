@@ -7,7 +7,7 @@ import difflib
 import json
 import os
 import struct
-import tempfile
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -32,17 +32,21 @@ POSITIONS = "dsv4.positions"
 
 
 class ActivationCache(Mapping[str, Tensor]):
-    """Captured values in forward order.
+    """Captured values in forward order. A value of a generation whose length differs from step to step is a list of tensors.
 
     Attributes:
         axes: name -> axes of the tensor held (with the axes that slicing or `remove_batch_dim` took out left out).
         positions: [b, n] int64, the row position of each captured token; -1 at padding.
+        num_layers: of the model, so that layers can be counted from the end; None where it is not known.
     """
 
-    def __init__(self, values: Mapping[str, Tensor], axes: Mapping[str, str], positions: Tensor | None = None):
+    def __init__(
+        self, values: Mapping[str, Tensor], axes: Mapping[str, str], positions: Tensor | None = None, num_layers: int | None = None
+    ):
         self._values = values if isinstance(values, _Lazy) else dict(values)
         self.axes = dict(axes)
         self.positions = positions
+        self.num_layers = num_layers
 
     @property
     def names(self) -> list[str]:
@@ -72,56 +76,72 @@ class ActivationCache(Mapping[str, Tensor]):
     def _path(self, name) -> str:
         if not isinstance(name, tuple):
             return name
+        if len(name) != 2 or not isinstance(name[0], str) or isinstance(name[1], bool) or not isinstance(name[1], int):
+            raise TypeError(f"cache[{name!r}]: expected a full name, or (leaf name, layer)")
         leaf, layer = name
-        layers = sorted({int(n.split(".")[1]) for n in self._values if n.startswith("layers.")})
-        if layer < 0 and layers:
-            layer += layers[-1] + 1
+        if layer < 0:
+            if self.num_layers is None:
+                raise KeyError(f"layer {layer}: this cache does not know how many layers the model has; count from 0")
+            layer += self.num_layers
         for n in self._values:
-            parts = n.split(".")
-            if parts[0] == "layers" and parts[1] == str(layer) and n.endswith(f".{leaf}"):
+            if n.startswith(f"layers.{layer}.") and n.endswith(f".{leaf}"):
                 return n
         return f"layers.{layer}.{leaf}"
 
     def stack(self, leaf: str) -> Tensor:
         """[layers, ...]: the value of every layer that has it, in order. ValueError when the shapes differ."""
-        names = [n for n in self._values if n.startswith("layers.") and n.split(".", 2)[2].endswith(leaf) and n.endswith(f".{leaf}")]
+        names = [n for n in self._values if n.startswith("layers.") and n.endswith(f".{leaf}")]
         if not names:
             raise KeyError(f"no layer's {leaf!r} is in this cache")
-        shapes = {n: tuple(self._values[n].shape) for n in names}
-        if len(set(shapes.values())) > 1:
+        parts = {n: self._values[n] for n in names}
+        steps = [n for n, part in parts.items() if isinstance(part, list)]
+        if steps:
+            raise ValueError(f"{steps[0]} is a list of steps; generate with align=True to stack it")
+        shapes = {n: list(part.shape) for n, part in parts.items()}
+        if len({tuple(shape) for shape in shapes.values()}) > 1:
             raise ValueError(f"{leaf!r} differs in shape between layers: {shapes}; take the layers of one kind")
-        return torch.stack([self._values[n] for n in names])
+        return torch.stack(list(parts.values()))
 
     def to(self, device) -> "ActivationCache":
         """A cache on `device`; this one stays as it is."""
         positions = None if self.positions is None else self.positions.to(device)
-        return ActivationCache({n: v.to(device) for n, v in self.items()}, self.axes, positions)
+        moved = {n: [step.to(device) for step in v] if isinstance(v, list) else v.to(device) for n, v in self.items()}
+        return ActivationCache(moved, self.axes, positions, self.num_layers)
 
     def remove_batch_dim(self) -> "ActivationCache":
         """A cache without the batch axis. ValueError when it holds more than one row."""
-        values, axes = {}, {}
+
+        def only_row(name: str, value: Tensor) -> Tensor:
+            if value.shape[0] != 1:
+                raise ValueError(f"remove_batch_dim: {name} holds {value.shape[0]} rows; index the one you want instead")
+            return value.squeeze(0)
+
+        values, axes = {}, dict(self.axes)
         for name, value in self.items():
             words = self.axes[name].split()
             if words[0] == "b":
-                if value.shape[0] != 1:
-                    raise ValueError(f"remove_batch_dim: {name} holds {value.shape[0]} rows; index the one you want instead")
-                value, words = value.squeeze(0), words[1:]
-            values[name], axes[name] = value, " ".join(words)
+                value = [only_row(name, step) for step in value] if isinstance(value, list) else only_row(name, value)
+                axes[name] = " ".join(words[1:])
+            values[name] = value
         positions = self.positions
-        return ActivationCache(values, axes, positions.squeeze(0) if positions is not None and positions.dim() == 2 else positions)
+        positions = positions.squeeze(0) if positions is not None and positions.dim() == 2 else positions
+        return ActivationCache(values, axes, positions, self.num_layers)
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file. FileExistsError when it exists; a crash leaves none."""
-        with StreamWriter(path, {n: self.axes[n] for n in self}) as writer:
+        steps = [n for n, v in self.items() if isinstance(v, list)] if not isinstance(self._values, _Lazy) else []
+        if steps:
+            raise ValueError(f"{steps[0]} is a list of steps and has no one shape to save; generate with align=True")
+        with StreamWriter(path, {n: self.axes[n] for n in self}, self.num_layers) as writer:
             for name, value in self.items():
                 writer.write(name, value)
             writer.positions = self.positions
 
     @classmethod
-    def load(cls, path: str | Path) -> "ActivationCache":
-        """Open a saved cache; values are read when they are asked for."""
-        lazy = _Lazy(Path(path))
-        return cls(lazy, lazy.axes, lazy.positions)
+    def load(cls, path: str | Path, device="cpu") -> "ActivationCache":
+        """Open a saved cache; values are read when they are asked for, to `device`."""
+        lazy = _Lazy(Path(path), str(device))
+        return cls(lazy, lazy.axes, lazy.positions, lazy.num_layers)
 
     def __repr__(self) -> str:
         lines = [f"ActivationCache of {len(self)} values"]
@@ -132,19 +152,20 @@ class ActivationCache(Mapping[str, Tensor]):
 class _Lazy(Mapping[str, Tensor]):
     """A saved cache's tensors, read on access."""
 
-    def __init__(self, path: Path):
-        self.path = path
-        with safe_open(path, framework="pt") as file:
+    def __init__(self, path: Path, device: str):
+        self.path, self.device = path, device
+        with safe_open(path, framework="pt", device=device) as file:
             about = file.metadata() or {}
             if "dsv4" not in about:
                 raise ValueError(f"{path} is not a saved ActivationCache (no 'dsv4' entry in its metadata)")
-            self.axes = json.loads(about["dsv4"])["axes"]
-            self.positions = file.get_tensor(POSITIONS) if POSITIONS in file.keys() else None  # noqa: SIM118
+            held = json.loads(about["dsv4"])
+            self.axes, self.num_layers = held["axes"], held["num_layers"]
+            self.positions = file.get_tensor(POSITIONS) if held["positions"] else None
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.axes:
             raise KeyError(name)
-        with safe_open(self.path, framework="pt") as file:
+        with safe_open(self.path, framework="pt", device=self.device) as file:
             return file.get_tensor(name)
 
     def __iter__(self):
@@ -157,26 +178,27 @@ class _Lazy(Mapping[str, Tensor]):
 class StreamWriter:
     """Writes a cache while the run goes on: values in the order they come, the header when the last has come.
 
+    The file appears under its name only when the context ends well; what a killed process leaves is a hidden file beside it.
+
     Args:
-        axes: name -> axes of each value that may be written. The file appears under its name only when the context ends well.
+        axes: name -> axes of each value that may be written. FileExistsError when the file exists.
     """
 
-    def __init__(self, path: str | Path, axes: Mapping[str, str]):
-        self.path, self.axes = Path(path), axes
+    def __init__(self, path: str | Path, axes: Mapping[str, str], num_layers: int | None = None):
+        self.path, self.axes, self.num_layers = Path(path), axes, num_layers
         if self.path.exists():
             raise FileExistsError(f"{self.path} exists; saved activations are never overwritten: choose another name or delete it")
         self.positions: Tensor | None = None
+        self._partial = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}.partial")
         self._header: dict = {}
         self._room = sum(len(json.dumps(n)) + len(axes[n]) + 2 * ENTRY_ROOM for n in axes) + 4 * ENTRY_ROOM
         self._room += -self._room % 8
+        self._written = 0
 
     def __enter__(self) -> "StreamWriter":
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.path.parent)
-        self._partial = Path(name)
-        self._file = os.fdopen(handle, "wb")
+        self._file = self._partial.open("xb")
         self._file.seek(8 + self._room)
-        self._written = 0
         return self
 
     def write(self, name: str, value: Tensor) -> None:
@@ -197,12 +219,12 @@ class StreamWriter:
             self._partial.unlink(missing_ok=True)
 
     def _finish(self) -> None:
-        axes = {n: self.axes[n] for n in self._header}
+        axes = {n: self.axes[n] for n in self.axes if n in self._header}
         if self.positions is not None:
             self.write(POSITIONS, self.positions)
         layouts = {n: VALUES[n.rsplit(".", 1)[-1]].layout for n in axes if n.rsplit(".", 1)[-1] in VALUES}
-        about = {"dsv4": json.dumps({"axes": axes, "layouts": layouts})}
-        header = json.dumps({"__metadata__": about, **self._header}).encode()
+        held = {"axes": axes, "layouts": layouts, "num_layers": self.num_layers, "positions": self.positions is not None}
+        header = json.dumps({"__metadata__": {"dsv4": json.dumps(held)}, **self._header}).encode()
         assert len(header) <= self._room, "the header outgrew the room kept for it"
         self._file.seek(0)
         self._file.write(struct.pack("<Q", self._room) + header.ljust(self._room))

@@ -23,6 +23,14 @@ from dsv4.kernels.sparse_attention import softmax_with_sink, sparse_attention, v
 from dsv4.linear import GroupedLinear, Linear
 from dsv4.norm import RMSNorm, UnweightedRMSNorm
 
+# Values that the fused attention does not have.
+FUSED_AWAY = frozenset(
+    (
+        *("attention_keys", "attention_values", "attention_key_positions", "attention_scores", "attention_sink_logits"),
+        *("attention_probabilities", "attention_sink_probability"),
+    )
+)
+
 
 class SlidingAttention(Probed, Float32):
     """A query sees the last `sliding_window` tokens, itself included. The compressed kinds derive from it and add entries."""
@@ -41,7 +49,7 @@ class SlidingAttention(Probed, Float32):
         self.q_b_norm = UnweightedRMSNorm(config.rms_norm_eps)
         self.kv_proj = Linear(config.hidden_size, self.width)
         self.kv_norm = RMSNorm(self.width, config.rms_norm_eps)
-        self.sinks = nn.Parameter(torch.empty(self.heads))
+        self.sinks = nn.Parameter(torch.empty(self.heads, dtype=torch.float32))
         self.o_a_proj = GroupedLinear(self.heads * self.width, config.o_lora_rank, config.o_groups)
         self.o_b_proj = Linear(config.o_groups * config.o_lora_rank, config.hidden_size)
 
@@ -49,8 +57,8 @@ class SlidingAttention(Probed, Float32):
         self.attention_queries_unrotated = HookPoint("b N s D")
         self.attention_queries = HookPoint("b N s D")
         self.attention_keys_unrotated = HookPoint("b 1 s D")
-        self.attention_keys = HookPoint("b 1 k D", private=True)
-        self.attention_values = HookPoint("b 1 k D", private=True)
+        self.attention_keys = HookPoint("b 1 k D", shared=True)
+        self.attention_values = HookPoint("b 1 k D", shared=True)
         self.attention_key_positions = HookPoint("b k")
         self.attention_scores = HookPoint("b N s k")
         self.attention_sink_logits = HookPoint("b N s")
@@ -75,11 +83,11 @@ class SlidingAttention(Probed, Float32):
         queries = tap.attention_queries_unrotated(queries.transpose(1, 2)).transpose(1, 2)
         queries = tap.attention_queries(rotate(queries, cos.unsqueeze(2), sin.unsqueeze(2)).transpose(1, 2))
         keys = tap.attention_keys_unrotated(self.kv_norm(self.kv_proj(x)).unsqueeze(1))
-        tokens = rotate(keys.squeeze(1), cos, sin)
+        tokens = rotate(keys.squeeze(1), cos, sin).masked_fill(~call.valid.unsqueeze(-1), 0.0)
         entries, selection = self.compress(x, latent, call, kv)
         tokens = tokens if kv is None else kv.keys.extend(tokens, call.earlier.shape[1])
 
-        attend = self.spelled if self.spelled_out else self.fused
+        attend = self.spelled if self.listened & FUSED_AWAY else self.fused
         mixed = attend(queries, tokens, entries, selection, call)
         heads = tap.attention_head_outputs(rotate_back(mixed, cos.unsqueeze(2), sin.unsqueeze(2)))
         premix = tap.attention_premix(heads.flatten(2))
@@ -100,7 +108,9 @@ class SlidingAttention(Probed, Float32):
         both = torch.cat((tokens,) if entries is None else (tokens, entries), dim=1)
         both = both.masked_fill((positions < 0).unsqueeze(-1), 0.0).unsqueeze(1)
         keys = tap.attention_keys(both)
-        values = tap.attention_values(both)
+        # One tensor, until a hook returns another for the keys.
+        values = tap.attention_values(both if keys is both else both.clone())
+        keys, values = self.attention_keys.settle(keys), self.attention_values.settle(values)
         tap.attention_key_positions(positions)
         scores = wide(queries) @ wide(keys).transpose(-1, -2) * self.scale
         scores = tap.attention_scores(scores.masked_fill(~seen.unsqueeze(1), float("-inf")))
@@ -130,7 +140,7 @@ class SlidingAttention(Probed, Float32):
         second = self.o_b_proj.matrix(dtype).unflatten(-1, (self.o_a_proj.groups, -1))
         heads = wide(premix).unflatten(-1, (self.o_a_proj.groups, group, self.width))
         low_rank = torch.einsum("bsgnd,grnd->bsgnr", heads, first)
-        computed = torch.einsum("bsgnr,hgr->bsgnh", low_rank, second).flatten(2, 3)
+        computed = torch.einsum("bsgnr,hgr->bsgnh", low_rank, second).flatten(2, 3).contiguous()
         returned = self.tap.attention_head_results(computed)
         return output if returned is computed else (wide(output) + (returned - computed).sum(2)).to(output.dtype)
 

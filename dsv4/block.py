@@ -16,6 +16,9 @@ from dsv4.hyper_connection import HyperConnection
 from dsv4.kernels.hyper_connection import collapse, write_back
 from dsv4.norm import RMSNorm
 
+# Values of a read site that the read in one go does not have.
+HIDDEN = ("hc_logits", "comb_start", "sinkhorn")
+
 
 class Block(Probed):
     def __init__(self, config: Dsv4Config, layer: int):
@@ -65,15 +68,15 @@ class Block(Probed):
         def at(value: str):
             return getattr(self.tap, f"{site}_{value}")
 
-        if not self.spelled_out:
+        if self.listened.isdisjoint(f"{site}_{value}" for value in HIDDEN):
             pre, post, comb, collapsed = hc.read(x)
-            at("pre")(pre)
+            read_by = at("pre")(pre)
             post, comb = at("post")(post), at("comb")(comb)
+            collapsed = collapsed if read_by is pre else collapse(x, read_by)
             return post, comb, at("collapsed")(collapsed)
         logits = at("hc_logits")(hc.logits(x))
         pre = at("pre")(hc.pre(logits))
         post = at("post")(hc.post(logits))
-        rounds = hc.sinkhorn(at("comb_start")(hc.comb_start(logits)))
-        at("sinkhorn")(rounds)
+        rounds = at("sinkhorn")(hc.sinkhorn(at("comb_start")(hc.comb_start(logits))))
         comb = at("comb")(rounds[..., -1, :, :])
         return post, comb, at("collapsed")(collapse(x, pre))

@@ -35,7 +35,8 @@ class Windows:
         total: entries that exist after the call (largest row). new: those closed by it (largest row).
         before, after: [b] entries of each row before and after; host_before, host_after: the same as plain numbers.
         filled: [b e_new] bool, False where a row closes fewer.
-        index: [b e_new m] column of each slot's token in (kept projections, this call's); present: [b e_new m] bool.
+        index: [b e_new m] column of each slot's token in (kept projections, this call's), of the row's first token where there is none;
+            present: [b e_new m] bool.
         slot: [m] offset of a slot within its window (which position bias it takes).
         rotation: compress rope at each new entry's first token, [b e_new r/2] each.
         kept: unpooled projections that stand before this call's columns.
@@ -82,6 +83,11 @@ class Call:
     rotations: Mapping[str, Rotation]
     windows: Mapping[str, Windows]
     host: Host
+
+    @property
+    def lead(self) -> int:
+        """The most by which a token's position exceeds its column, over rows."""
+        return max(p - s for p, s in zip(self.host.past, self.host.start, strict=True))
 
     @property
     def token_positions(self) -> Tensor:
@@ -172,7 +178,7 @@ def _windows(config: Dsv4Config, kind: str, rotary, past: list[int], lengths: li
         host_before=tuple(before),
         host_after=tuple(after),
         filled=filled,
-        index=index.masked_fill(~present, 0),
+        index=torch.where(present, index, kept + start_c),
         present=present,
         slot=offsets % rate,
         rotation=rotary(entry * rate),

@@ -1,8 +1,10 @@
 """Capturing: what `run_with_cache` puts on the points, which positions it keeps, and where the values go.
 
-A captured tensor is dense, owns its storage, shows the value after edits, and is never written to by the model.
+A captured tensor is a copy: dense, of exactly its size, with the edits of every hook at its point, and never written to by the model,
+later hooks or later runs. With the graph kept it is the very tensor that the model goes on with. Axes: b row, s token, n token kept.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,53 +14,42 @@ from dsv4.call import Call
 from dsv4.hooks import HookPoint
 
 Pos = int | slice | Sequence[int] | Tensor | None
+POS_FORMS = "an int, a slice, a list of ints or an integer tensor [n] or [b, n]"
 
 
 class Capture:
-    """One run's captures. `store(name, value)` receives each value once."""
+    """One run's captures. `store(name, value)` receives each value once; `pos` is one of `as_pos`."""
 
     def __init__(self, store: Callable[[str, Tensor], None], *, pos: Pos = None, device=None, detach: bool = True):
         self.store, self.pos, self.device = store, pos, device
         self.keeps_graph = not detach
         self.positions: Tensor | None = None
         self._columns: Tensor | None = None
-        self._waiting: list[tuple[HookPoint, Tensor]] = []
-
-    def __call__(self, point: HookPoint, value: Tensor) -> None:
-        # Keys and values are one tensor: a hook at the second may still write into it.
-        if point.private:
-            self._waiting.append((point, value))
-        else:
-            self._take(point, value)
-
-    def finish(self) -> None:
-        for point, value in self._waiting:
-            self._take(point, value, copy=True)
-        self._waiting.clear()
-
-    def _take(self, point: HookPoint, value: Tensor, copy: bool = False) -> None:
-        taken = value if self.keeps_graph else value.detach()
-        axes = point.axes.split()
-        if self.pos is not None and "s" in axes:
-            taken = self._slice(taken, axes.index("s"), point.stage.call)
-        if self.device is not None:
-            taken = taken.to(self.device)
-        if not self.keeps_graph:
-            taken = own(taken.clone() if copy and taken.data_ptr() == value.data_ptr() else taken)
-        self.store(point.name, taken)
 
     def begin(self, call: Call) -> None:
         """Fix the columns that `pos` means for this call."""
-        if self.pos is None:
-            self.positions = call.positions
-            return
-        self._columns = columns(self.pos, call)
-        self.positions = call.positions.gather(1, self._columns)
+        self._columns = None if self.pos is None else columns(self.pos, call)
+        positions = call.positions if self._columns is None else call.positions.gather(1, self._columns)
+        self.positions = positions.clone() if self.device is None else positions.to(self.device)
 
-    def _slice(self, value: Tensor, axis: int, call: Call) -> Tensor:
-        if self._columns is None:
-            self.begin(call)
+    def __call__(self, point: HookPoint, value: Tensor) -> None:
+        taken = value if self.keeps_graph else value.detach()
+        axes = point.axes.split()
+        if self._columns is not None and "s" in axes:
+            taken = self._slice(taken, axes.index("s"), point)
+        if self.device is not None:
+            taken = taken.to(self.device)
+        if not self.keeps_graph:
+            taken = taken.contiguous()
+            shares = taken.device == value.device and taken.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+            taken = taken.clone() if shares else taken
+        self.store(point.name, taken)
+
+    def _slice(self, value: Tensor, axis: int, point: HookPoint) -> Tensor:
         index = self._columns
+        held = point.stage.columns(point.name)
+        if held is not None:
+            index = places_among(held, index, point.name)
         shape = [1] * value.dim()
         shape[0], shape[axis] = index.shape
         target = list(value.shape)
@@ -67,11 +58,24 @@ class Capture:
         return taken.squeeze(axis) if isinstance(self.pos, int) else taken
 
 
-def own(value: Tensor) -> Tensor:
-    """The value dense and in a storage of exactly its size, copied only where it is not."""
-    value = value.contiguous()
-    exact = value.untyped_storage().nbytes() == value.numel() * value.element_size()
-    return value if exact else value.clone()
+def as_pos(pos) -> Pos:
+    """pos in one of its forms: None (all), int, slice, or an int64 tensor [n] or [b, n]. TypeError for anything else."""
+    if pos is None or (isinstance(pos, slice) and pos == slice(None)):
+        return None
+    if isinstance(pos, slice):
+        return pos
+    if not isinstance(pos, bool) and hasattr(pos, "__index__") and not (isinstance(pos, Tensor) and pos.dim()):
+        return operator.index(pos)
+    if isinstance(pos, bool | str | dict | set) or not hasattr(pos, "__len__"):
+        raise TypeError(f"pos={pos!r}: expected {POS_FORMS}")
+    places = pos if isinstance(pos, Tensor) else torch.as_tensor(list(pos), device="cpu")
+    if places.numel() == 0 and not isinstance(pos, Tensor):
+        places = places.long()
+    if places.dtype.is_floating_point or places.dtype.is_complex or places.dtype == torch.bool:
+        raise TypeError(f"pos holds {places.dtype}: expected {POS_FORMS}")
+    if places.dim() not in (1, 2):
+        raise TypeError(f"pos has shape {list(places.shape)}: expected {POS_FORMS}")
+    return places.long()
 
 
 def count(pos: Pos, seq: int) -> int:
@@ -80,21 +84,17 @@ def count(pos: Pos, seq: int) -> int:
         return seq
     if isinstance(pos, int):
         return 1
-    if isinstance(pos, slice):
-        return len(range(*pos.indices(seq)))
-    return pos.shape[-1] if isinstance(pos, Tensor) else len(pos)
+    return len(range(*pos.indices(seq))) if isinstance(pos, slice) else pos.shape[-1]
 
 
 def columns(pos: Pos, call: Call) -> Tensor:
     """[b n] columns of the call: `pos` counts each row's real tokens of this call, negatives from its last.
 
-    IndexError when a row has no such token; ValueError when a slice keeps unequal counts, unless it is the whole row.
+    IndexError when a row has no such token; ValueError when a slice keeps unequal counts.
     """
-    counts = (call.lengths - call.past).tolist()
-    rows = len(counts)
-    device = call.valid.device
-    if isinstance(pos, bool) or pos is None:
-        raise TypeError(f"pos={pos!r}: expected an int, a slice, a list of ints or an integer tensor [b, n]")
+    total = (call.lengths - call.past).unsqueeze(1)
+    counts = total.flatten().tolist()
+    rows, device = len(counts), call.valid.device
     if isinstance(pos, slice):
         kept = [list(range(*pos.indices(c))) for c in counts]
         if len({len(k) for k in kept}) > 1:
@@ -103,17 +103,21 @@ def columns(pos: Pos, call: Call) -> Tensor:
     elif isinstance(pos, int):
         places = torch.full((rows, 1), pos, dtype=torch.int64, device=device)
     else:
-        places = torch.as_tensor(pos, device=device)
-        if places.dtype.is_floating_point or places.dtype == torch.bool:
-            raise TypeError(f"pos must hold integers, got {places.dtype}")
-        places = places.long()
+        places = pos.to(device)
         places = places.expand(rows, -1) if places.dim() == 1 else places
-        if places.dim() != 2 or places.shape[0] != rows:
+        if places.shape[0] != rows:
             raise ValueError(f"pos has shape {list(places.shape)}; expected [n] or [{rows}, n], one row of positions per row of the batch")
-    total = (call.lengths - call.past).unsqueeze(1)
     from_start = torch.where(places < 0, places + total, places)
     outside = (from_start < 0) | (from_start >= total)
     if bool(outside.any()):
         row, column = outside.nonzero()[0].tolist()
         raise IndexError(f"pos {int(places[row, column])} is outside row {row}, which has {counts[row]} real tokens in this call")
     return from_start + call.start.unsqueeze(1)
+
+
+def places_among(held: Tensor, wanted: Tensor, name: str) -> Tensor:
+    """Where the columns wanted [b n] stand among those that a value holds [b m]. IndexError when it does not hold one."""
+    same = wanted.unsqueeze(-1) == held.unsqueeze(1)
+    if not bool(same.any(-1).all()):
+        raise IndexError(f"pos asks {name} for tokens that logits_to_keep={held.shape[1]} leaves out; keep more, or fewer positions")
+    return same.int().argmax(-1)

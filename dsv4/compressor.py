@@ -32,7 +32,7 @@ class EntryPool(Probed, Float32):
         rate = config.compress_rates[layer_type]
         self.kv_proj = Linear(config.hidden_size, series * width)
         self.gate_proj = Linear(config.hidden_size, series * width)
-        self.position_bias = nn.Parameter(torch.empty(rate, series * width))
+        self.position_bias = nn.Parameter(torch.empty(rate, series * width, dtype=torch.float32))
         self.kv_norm = RMSNorm(width, config.rms_norm_eps)
 
     def project(self, x: Tensor, kept, windows: Windows) -> Tensor:
@@ -70,8 +70,8 @@ class Compressor(EntryPool):
         windows = call.windows[self.layer_type]
         kv_slots, gate = self.project(x, kv and kv.projections, windows).chunk(2, dim=-1)
         gates = self.tap.compressor_gates(pool_gates(self.gate_logits(gate, windows), windows.present))
-        entries = self.finish(pool(self.slots(kv_slots, windows), gates), windows, x.dtype)
-        entries = self.tap.compressed_entries(entries)
-        if self.compressed_entries.edited:
+        made = self.finish(pool(self.slots(kv_slots, windows), gates), windows, x.dtype)
+        entries = self.tap.compressed_entries(made)
+        if entries is not made:
             entries = entries.masked_fill(~windows.filled.unsqueeze(-1), 0.0)
         return entries if kv is None else kv.entries.extend(entries, windows)

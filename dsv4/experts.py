@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dsv4.config import Dsv4Config
-from dsv4.kernels.grouped_experts import expert_linear, grouped_experts, sort_by_expert
+from dsv4.kernels.grouped_experts import expert_linear, grouped_experts, slots_in_order, sort_by_expert
 from dsv4.kernels.quantize import dequantize_fp4, dequantize_fp8
 from dsv4.linear import SCALE_BLOCK, apply_to_codes
 
@@ -21,8 +21,8 @@ class Experts(nn.Module):
         super().__init__()
         self._sizes(config)
         e, i, h = self.num_experts, self.neurons, self.width
-        self.gate_up_proj = nn.Parameter(torch.empty(e, 2 * i, h))
-        self.down_proj = nn.Parameter(torch.empty(e, h, i))
+        self.gate_up_proj = nn.Parameter(torch.empty(e, 2 * i, h, dtype=torch.float32))
+        self.down_proj = nn.Parameter(torch.empty(e, h, i, dtype=torch.float32))
         self.dtype = None
 
     def _sizes(self, config: Dsv4Config) -> None:
@@ -31,8 +31,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """x [b s H], indices and weights [b s k] -> [b s H] float32: weighted sum over slots."""
-        k = indices.shape[-1]
-        flat = grouped_experts(x.flatten(0, 1), indices.view(-1, k), weights.view(-1, k), self.bank(x.dtype), self.limit)
+        flat = grouped_experts(x.flatten(0, 1), indices.flatten(0, 1), weights.flatten(0, 1), self.bank(x.dtype), self.limit)
         return flat.view(x.shape)
 
     def bank(self, dtype: torch.dtype) -> "Bank":
@@ -133,4 +132,4 @@ class Fp4Experts(StoredExperts):
 
 def _in_slots(x: Tensor, order: Tensor, indices: Tensor) -> Tensor:
     """Rows of x sorted by expert -> [b s k width]."""
-    return x.new_empty(x.shape).index_copy(0, order, x).unflatten(0, indices.shape)
+    return slots_in_order(x, order).unflatten(0, indices.shape)

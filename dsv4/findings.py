@@ -1,7 +1,10 @@
-"""What `dsv4 demo` measures: one prompt on one checkpoint, looked at from several sides. Everything here is the public API."""
+"""What `dsv4 demo` measures: one prompt on one checkpoint, looked at from several sides.
+
+Everything here is the public API, so these functions are also examples of it.
+"""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,17 +15,18 @@ from dsv4.lens import Lens
 from dsv4.model import Dsv4
 
 PROMPT = (
-    "mira has key . tom has cup . ana has map . sky shows rain . sky shows rain . ben has lamp . sky shows sun . "
-    "2 2 makes 4 lia has drum . sky shows rain . sam has bell . say ba ko ti again ba ko ti eva has flag . whose key ?"
+    "mira has key . tom has cup . ana has map . sky shows rain . sky shows rain . "
+    "ben has lamp . sky shows sun . 2 2 makes 4 lia has drum . sky shows rain . sam has bell . "
+    "say ba ko ti again ba ko ti eva has flag . whose lamp ?"
 )
-# For other checkpoints: the difference of the two is what the steering adds.
-OTHER_PROMPT, OTHER_CONTRAST = "The capital of France is", "The capital of Japan is"
-IDS_WITHOUT_TOKENIZER = 24
+# For other checkpoints. The second is the contrast of the first.
+OTHER_PROMPTS = ("The capital of France is", "The capital of Japan is")
+NUM_IDS_WITHOUT_TOKENIZER = 24
 QUESTION = re.compile(r"(.*\bwhose )(\w+)( \?)")
 FACT = re.compile(r"\b\w+ has (\w+) \.")
-# Runs that drop an entry, the most attended first: a large model has thousands of picks.
-DROPS = 4
-SHOWN = 3
+# How many picks are dropped, one run each, and how many moved tokens are listed.
+NUM_DROPS = 4
+NUM_MOVED = 3
 
 ROUTING = ["layers.*.mlp.expert_indices", "layers.*.mlp.expert_weights"]
 STREAM_WEIGHTS = ("attention_pre", "attention_post", "mlp_pre", "mlp_post")
@@ -36,8 +40,10 @@ class Scene:
     """One prompt and its plain run.
 
     Attributes:
-        ids: [1, s]. words: the token at each place. probabilities: [s, vocab] of the next token.
-        answer: the most likely token after the prompt. routing: every token's experts. last: values at the last token.
+        ids: [1, s]; words: the token at each place.
+        probabilities: [s, vocab] of the token that follows each place; answer: the most likely
+            one after the last.
+        routing: the experts of every token; last: other values at the last token.
     """
 
     model: Dsv4
@@ -50,7 +56,7 @@ class Scene:
     lens: Lens
 
     def word(self, token: int) -> str:
-        return str(token) if self.model.tokenizer.backend is None else self.model.to_string([token])
+        return spell(self.model, [token])[0]
 
     def entry(self, layer: int, number: int) -> str:
         """The words of a compressed entry's own window."""
@@ -69,34 +75,37 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Pick:
-    """An entry that a CSA block's indexer kept for the last token. mass: attention on it, by head. dropped: the answer without it."""
+    """An entry that a CSA block's indexer kept for the last token.
+
+    mass: the attention on it, by head. dropped: the outcome without it; None where not tried.
+    """
 
     layer: int
     entry: int
     words: str
-    score: float
     mass: list[float]
     dropped: Outcome | None = None
 
 
 @dataclass(frozen=True)
 class Ablation:
-    """moved: (place, next token in the plain run, its probability before, after), the largest fall first."""
+    """moved: (place, token after it in the plain run, its probability then, now), worst first."""
 
     layer: int
     expert: int
-    tokens: int
+    num_tokens: int
     outcome: Outcome
     moved: list[tuple[int, str, float, float]]
 
 
 @dataclass(frozen=True)
 class Steering:
-    """picked: what the first CSA block's indexer kept under the steering, as words."""
+    """about: what the vector is; picked: what the first CSA block, `reader`, kept under it."""
 
     layer: int
     about: str
     outcome: Outcome
+    reader: int | None
     picked: list[str]
 
 
@@ -108,49 +117,65 @@ class Findings:
     steering: Steering
 
 
-def read_prompt(model: Dsv4, prompt: str | None, shipped: bool) -> tuple[Tensor, list[str], str | None]:
-    """(ids [1, s], words, the prompt as text or None where the checkpoint has no tokenizer). ValueError for words it does not know."""
-    if model.tokenizer.backend is None:
-        if prompt is not None and not all(w.isdecimal() for w in prompt.split()):
-            raise ValueError(f"this checkpoint has no tokenizer.json, so the prompt must be token ids, e.g. '5 17 3'; got {prompt!r}")
-        ids = [i % model.vocab_size for i in range(IDS_WITHOUT_TOKENIZER)] if prompt is None else [int(w) for w in prompt.split()]
-        if not ids:
-            raise ValueError("the prompt is empty; give token ids, e.g. '5 17 3'")
-        return torch.tensor([ids]), [str(i) for i in ids], None
-    text = prompt if prompt is not None else PROMPT if shipped else OTHER_PROMPT
-    if shipped:
+def has_text(model: Dsv4) -> bool:
+    return model.tokenizer.backend is not None
+
+
+def spell(model: Dsv4, ids: list[int]) -> list[str]:
+    """Each token as a word; its number where the checkpoint has no tokenizer."""
+    return model.to_str_tokens(ids) if has_text(model) else [str(i) for i in ids]
+
+
+def default_prompts(model: Dsv4, prompt: str | None, is_shipped: bool) -> tuple[str, str | None]:
+    """(prompt, contrast): what is asked where the user gave none, and what to steer towards."""
+    if not is_shipped and has_text(model):
+        prompt = OTHER_PROMPTS[0] if prompt is None else prompt
+        return prompt, OTHER_PROMPTS[1] if prompt == OTHER_PROMPTS[0] else None
+    if not is_shipped:
+        counted = (str(i % model.vocab_size) for i in range(NUM_IDS_WITHOUT_TOKENIZER))
+        return " ".join(counted) if prompt is None else prompt, None
+    prompt = PROMPT if prompt is None else prompt
+    question = QUESTION.fullmatch(prompt)
+    others = [x for x in FACT.findall(prompt) if question is not None and x != question[2]]
+    return prompt, question[1] + others[0] + question[3] if others else None
+
+
+def read_prompt(model: Dsv4, prompt: str, is_shipped: bool) -> Tensor:
+    """Ids [1, s] on the model's device. ValueError for what the checkpoint cannot read."""
+    words = prompt.split()
+    if not words:
+        raise ValueError("the prompt is empty; give at least one word")
+    if not has_text(model):
+        if not all(word.isdecimal() for word in words):
+            raise ValueError(
+                "this checkpoint has no tokenizer.json: give token ids, as in '5 17 3'; "
+                f"got {prompt!r}"
+            )
+        return torch.tensor([[int(word) for word in words]], device=model.device)
+    if is_shipped:
         vocabulary = model.tokenizer.backend.get_vocab()
-        unknown = [w for w in dict.fromkeys(text.split()) if w not in vocabulary]
+        unknown = [word for word in dict.fromkeys(words) if word not in vocabulary]
         if unknown:
-            known = " ".join(w for w in sorted(vocabulary, key=vocabulary.get) if not w.startswith("<"))
-            raise ValueError(f"the shipped checkpoint does not know {', '.join(map(repr, unknown))}; its words are: {known}")
-    ids = model.to_tokens(text)
-    if ids.shape[1] == 0:
-        raise ValueError("the prompt has no tokens; give at least one word")
-    return ids, model.to_str_tokens(ids), text
+            known = [w for w in sorted(vocabulary, key=vocabulary.get) if not w.startswith("<")]
+            raise ValueError(
+                f"the shipped checkpoint does not know {', '.join(map(repr, unknown))}; "
+                f"its words are: {' '.join(known)}"
+            )
+    return model.to_tokens(prompt)
 
 
-def contrast_of(text: str | None, contrast: str | None, shipped: bool) -> str | None:
-    """The prompt whose difference steers: the one given, a question for another fact of the document, or None."""
-    if contrast is not None or text is None:
-        return contrast
-    if not shipped:
-        return OTHER_CONTRAST if text == OTHER_PROMPT else None
-    question = QUESTION.fullmatch(text)
-    others = [thing for thing in FACT.findall(text) if question is not None and thing != question[2]]
-    return question[1] + others[0] + question[3] if others else None
-
-
-def look(model: Dsv4, ids: Tensor, words: list[str]) -> Scene:
-    """The plain run."""
+def look(model: Dsv4, ids: Tensor) -> Scene:
+    """The plain run of ids [1, s]."""
     layers = range(model.num_layers)
     csa = [i for i in layers if model.layer_types[i] == CSA]
     names = [f"layers.{i}.{leaf}" for i in layers for leaf in STREAM_WEIGHTS]
-    names += [PROBABILITIES.format(i) for i in layers] + [form.format(i) for i in csa for form in (SELECTION, SCORES)]
+    names += [PROBABILITIES.format(i) for i in layers]
+    names += [form.format(i) for i in csa for form in (SELECTION, SCORES)]
     logits, routing = model.run_with_cache(ids, ROUTING)
     _, last = model.run_with_cache(ids, names, pos=-1)
     probabilities = logits[0].softmax(-1)
     answer = int(probabilities[-1].argmax())
+    words = spell(model, ids[0].tolist())
     return Scene(model, ids, words, probabilities, answer, routing, last, model.logit_lens(ids))
 
 
@@ -160,69 +185,79 @@ def outcome(scene: Scene, logits: Tensor) -> Outcome:
     return Outcome(scene.word(best), float(after[best]), float(after[scene.answer]))
 
 
-def picks(scene: Scene) -> list[Pick]:
-    """What each CSA block's indexer kept for the last token, and the answer once the most attended are dropped, one at a time."""
-    found = []
-    for layer in (i for i in range(scene.model.num_layers) if scene.model.layer_types[i] == CSA):
+def find_picks(scene: Scene) -> list[Pick]:
+    """What each CSA block kept for the last token; the most attended are dropped, one at a time."""
+    model, found = scene.model, []
+    for layer in (i for i in range(model.num_layers) if model.layer_types[i] == CSA):
         kept = [e for e in scene.last[SELECTION.format(layer)][0].tolist() if e >= 0]
         # Keys are the tokens, then the entries.
         mass = scene.last[PROBABILITIES.format(layer)][0, :, scene.ids.shape[1] :]
-        scores = scene.last[SCORES.format(layer)][0]
-        found += [Pick(layer, e, scene.entry(layer, e), float(scores[e]), mass[:, e].tolist()) for e in kept]
-    attended = sorted(found, key=lambda pick: -max(pick.mass))[:DROPS]
-    return [with_drop(scene, pick) if pick in attended else pick for pick in found]
+        found += [Pick(layer, e, scene.entry(layer, e), mass[:, e].tolist()) for e in kept]
+    attended = sorted(found, key=lambda pick: -max(pick.mass))[:NUM_DROPS]
+    return [replace(p, dropped=without(scene, p)) if p in attended else p for p in found]
 
 
-def with_drop(scene: Scene, pick: Pick) -> Pick:
+def without(scene: Scene, pick: Pick) -> Outcome:
+    """The run in which the last token does not see the entry in that block."""
+
     def drop(selection: Tensor, hook) -> Tensor:
-        at_last = selection[:, -1:]
-        return torch.cat((selection[:, :-1], at_last.masked_fill(at_last == pick.entry, -1)), dim=1)
+        edited = selection.clone()
+        edited[:, -1] = edited[:, -1].masked_fill(edited[:, -1] == pick.entry, -1)
+        return edited
 
-    logits = scene.model.run_with_hooks(scene.ids, [(SELECTION.format(pick.layer), drop)])
-    return Pick(pick.layer, pick.entry, pick.words, pick.score, pick.mass, outcome(scene, logits))
+    hooks = [(SELECTION.format(pick.layer), drop)]
+    return outcome(scene, scene.model.run_with_hooks(scene.ids, hooks))
 
 
 def ablate_expert(scene: Scene, layer: int = 0) -> Ablation:
-    """Zero the routing weight of the expert that carries most of it over the prompt."""
-    indices, weights = scene.routing["expert_indices", layer], scene.routing["expert_weights", layer]
-    carried = torch.zeros(scene.model.num_experts).index_add(0, indices.flatten().cpu(), weights.flatten().cpu())
+    """Zero the weight of the expert that carries most of it over the prompt."""
+    indices, weights = (
+        scene.routing["expert_indices", layer],
+        scene.routing["expert_weights", layer],
+    )
+    carried = weights.new_zeros(scene.model.num_experts)
+    carried = carried.index_add(0, indices.flatten(), weights.flatten())
     expert = int(carried.argmax())
 
     def ablate(value: Tensor, hook) -> Tensor:
         return value.masked_fill(indices == expert, 0.0)
 
-    logits = scene.model.run_with_hooks(scene.ids, [(f"layers.{layer}.mlp.expert_weights", ablate)])
-    before = scene.probabilities.max(-1)
-    after = logits[0].softmax(-1).gather(-1, before.indices.unsqueeze(-1)).squeeze(-1)
-    order = (after - before.values).argsort()[:SHOWN].tolist()
-    moved = [(i, scene.word(int(before.indices[i])), float(before.values[i]), float(after[i])) for i in order]
-    return Ablation(layer, expert, int((indices == expert).sum()), outcome(scene, logits), moved)
+    hooks = [(f"layers.{layer}.mlp.expert_weights", ablate)]
+    logits = scene.model.run_with_hooks(scene.ids, hooks)
+    before, tokens = scene.probabilities.max(-1)
+    after = logits[0].softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    worst = (after - before).argsort()[:NUM_MOVED].tolist()
+    moved = [(i, scene.word(int(tokens[i])), float(before[i]), float(after[i])) for i in worst]
+    hit = int((indices == expert).any(-1).sum())
+    return Ablation(layer, expert, hit, outcome(scene, logits), moved)
 
 
-def steer(scene: Scene, contrast: str | None) -> Steering:
-    """Add one vector to every stream of one block's output, at all positions."""
+def steer(scene: Scene, contrast: Tensor | None, about: str) -> Steering:
+    """Add one vector to every stream of one block's output, at all positions.
+
+    With a contrast [1, s]: what its last token's streams have and ours have not, before the first
+    CSA block. Without: the head's direction from the answer to the second best, at the end.
+    """
     model = scene.model
     csa = [i for i in range(model.num_layers) if model.layer_types[i] == CSA]
     if contrast is not None:
         layer = max((csa[0] if csa else model.num_layers // 2) - 1, 0)
         name = f"layers.{layer}.layer_output"
-        ends = [model.run_with_cache(run, name, pos=-1)[1][name][0].mean(0) for run in (contrast, scene.ids)]
-        vector, about = ends[0] - ends[1], f"the last token of {contrast_words(contrast)} minus that of the prompt"
+        runs = (model.run_with_cache(ids, name, pos=-1)[1] for ids in (contrast, scene.ids))
+        there, here = (cache[name][0].mean(0) for cache in runs)
+        vector, about = there - here, f"the last token of {about} minus the prompt's"
     else:
         layer = model.num_layers - 1
-        second = int(scene.probabilities[-1].topk(2).indices[-1])
+        answer, second = (int(i) for i in scene.probabilities[-1].topk(2).indices)
         rows = model.lm_head.matrix(torch.float32)
-        vector, about = rows[second] - rows[scene.answer], f"the head's row of {scene.word(second)!r} minus that of the answer"
-        size = model.run_with_cache(scene.ids, "readout", pos=-1)[1]["readout"].float().norm()
-        vector = vector * size / vector.norm()
-    names = [SELECTION.format(csa[0])] if csa else []
+        _, cache = model.run_with_cache(scene.ids, "readout", pos=-1)
+        vector = rows[second] - rows[answer]
+        vector = vector * cache["readout"].float().norm() / vector.norm()
+        about = f"the head's row of {scene.word(second)!r} minus that of {scene.word(answer)!r}"
+    reader = csa[0] if csa and csa[0] > layer else None
     with model.steer(vector, layers=layer):
+        names = [] if reader is None else SELECTION.format(reader)
         logits, cache = model.run_with_cache(scene.ids, names, pos=-1)
-    picked = [scene.entry(csa[0], e) for name in names for e in cache[name][0].tolist() if e >= 0]
-    return Steering(layer, about, outcome(scene, logits), picked)
-
-
-def contrast_words(contrast: str) -> str:
-    """Its end, short enough for a line."""
-    words = contrast.split()
-    return repr(contrast if len(words) <= 6 else "... " + " ".join(words[-3:]))
+    kept = [e for value in cache.values() for e in value[0].tolist() if e >= 0]
+    picked = [scene.entry(reader, e) for e in kept]
+    return Steering(layer, about, outcome(scene, logits), reader, picked)

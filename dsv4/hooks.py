@@ -7,112 +7,53 @@ it inline through `self.tap`:
     scores = self.tap.router_scores(sqrt_softplus(logits))
 
 `tap.<name>` is the point itself while something listens there and a plain identity function otherwise, so that an unwatched
-forward calls no point at all. `Probed.spelled_out` tells whether a point that the module's fused way hides is listened to.
+forward calls no point at all. `Probed.listened` names the points listened to that the module's fused way hides.
 """
 
-import inspect
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 
+from dsv4.handle import Handle
+from dsv4.stage import Stage
 from dsv4.values import VALUES, Value
-
-_CLAIM = threading.Lock()
 
 
 def _same(x):
     return x
 
 
-class Stage:
-    """What the points of one model share about the run in progress: the call's positions, the decoding step, who runs."""
-
-    def __init__(self):
-        self.call = None
-        self.step = 0
-        self.thread: int | None = None
-        self.runs = 0
-        self.captures: list = []
-        self.last_span: str | None = None
-
-    def enter(self) -> None:
-        """Claim the model for one run; RuntimeError when a run is in progress (another thread's, or one inside a hook)."""
-        with _CLAIM:
-            if self.thread is not None:
-                where = "a hook of that run" if self.thread == threading.get_ident() else "another thread"
-                raise RuntimeError(
-                    f"the model is already running (asked again from {where}): one run at a time per model; "
-                    "wait for it, or use a second model that shares the weights (copy.copy of the state dict)"
-                )
-            self.thread = threading.get_ident()
-            self.runs += 1
-
-    def begin(self, call, span: str | None) -> None:
-        """The call's positions are known: captures fix their columns; `span` says what the run leaves out, if anything."""
-        self.call, self.last_span = call, span
-        for capture in self.captures:
-            capture.begin(call)
-
-    def leave(self) -> None:
-        self.thread = None
-        self.call = None
-
-
-class Handle:
-    """What `add_hook` returns: `remove()` takes exactly this hook away (twice is harmless); usable as a context manager."""
-
-    def __init__(self, point: "HookPoint", fn: Callable, direction: str):
-        self.point, self.fn, self.direction = point, fn, direction
-        self.fired = 0
-        self._call = _calling_form(fn, point.name)
-
-    def __call__(self, value: Tensor):
-        self.fired += 1
-        return self._call(value, self.point)
-
-    def remove(self) -> None:
-        self.point._remove(self)
-
-    def __enter__(self) -> "Handle":
-        return self
-
-    def __exit__(self, *exc) -> None:
-        self.remove()
-
-    def __repr__(self) -> str:
-        return f"Handle({self.point.name!r}, {getattr(self.fn, '__name__', repr(self.fn))}, dir={self.direction!r})"
-
-
 class HookPoint(nn.Module):
     """A named place in the forward pass: an identity module whose path from the model is its name.
 
     Args:
-        axes: the value's axes, space-separated (letters of spec/values, e.g. "b s n hidden").
-        private: the tensor handed in belongs to the call alone, so that a hook may write into it without a copy being made first
-            (attention_keys and attention_values, which are one tensor).
+        axes: the value's axes, space-separated (letters of dsv4/values.py, e.g. "b s n hidden").
+        shared: the same tensor passes another point too, and what is written in place here is to be seen there (attention_keys and
+            attention_values). The module calls `settle` once both have been passed.
 
     What the point returns is what the model uses next. Hooks run in the order added, captures after them.
-    Fields a hook function reads: name, layout, axes, dtype, layer, step, positions, description.
+    Fields a hook function reads: name, layout, axes, dtype, layer, step, positions, valid, description.
     """
 
-    def __init__(self, axes: str, *, private: bool = False):
+    def __init__(self, axes: str, *, shared: bool = False):
         super().__init__()
         self.axes = axes
-        self.private = private
+        self.shared = shared
         self.name = ""
+        self.value: Value | None = None
         self._hooks: list[Handle] = []
         self._gradient_hooks: list[Handle] = []
         self._captures: list[Callable[[HookPoint, Tensor], None]] = []
         self._forward_hooks = _Watched(self)
         self._forward_pre_hooks = _Watched(self)
         self._backward_hooks = _Watched(self)
+        self._backward_pre_hooks = _Watched(self)
         object.__setattr__(self, "owner", None)
-        object.__setattr__(self, "stage", None)
-        self.value: Value | None = None
+        object.__setattr__(self, "stage", Stage())
 
     # What a hook function may ask.
 
@@ -141,17 +82,24 @@ class HookPoint(nn.Module):
     @property
     def step(self) -> int:
         """0 in a plain forward and in generate's prefill, then 1, 2, ... for each decoding step."""
-        return self.stage.step if self.stage else 0
+        return self.stage.step
 
     @property
     def positions(self) -> Tensor | None:
-        """[b, s] int64: position of each token of the call, from the row's first real token; -1 at padding. None outside a run."""
-        return self.stage.call.positions if self.stage and self.stage.call is not None else None
+        """[b, s] int64: position of each token the value holds, from the row's first real token; -1 at padding. None outside a run."""
+        return self._of_tokens("positions")
 
     @property
     def valid(self) -> Tensor | None:
         """[b, s] bool: True at real tokens. None outside a run."""
-        return self.stage.call.valid if self.stage and self.stage.call is not None else None
+        return self._of_tokens("valid")
+
+    def _of_tokens(self, what: str) -> Tensor | None:
+        call, kept = self.stage.call, self.stage.columns(self.name)
+        if call is None:
+            return None
+        every = getattr(call, what)
+        return every if kept is None else every.gather(1, kept)
 
     # Listening.
 
@@ -159,8 +107,8 @@ class HookPoint(nn.Module):
         """Attach `fn(value, hook)`: a returned Tensor replaces the value, None leaves it, writing in place counts too.
 
         dir="bwd" attaches `fn(grad, hook)` to the value's gradient instead (TypeError on integer values). It belongs to the graph
-        of each forward run while it is attached and fires when that graph is differentiated. The hook stays until
-        `handle.remove()` or `model.reset_hooks()`.
+        of each run made while it is attached and fires when that graph is differentiated, also after it has been removed. The hook
+        stays until `handle.remove()` or `model.reset_hooks()`.
         """
         if dir not in ("fwd", "bwd"):
             raise ValueError(f'dir={dir!r} at {self.name}: expected "fwd" or "bwd"')
@@ -171,6 +119,7 @@ class HookPoint(nn.Module):
         handle = Handle(self, fn, dir)
         hooks = self._hooks if dir == "fwd" else self._gradient_hooks
         hooks.insert(0 if prepend else len(hooks), handle)
+        self.stage.handles[handle] = None
         self._changed()
         return handle
 
@@ -185,26 +134,24 @@ class HookPoint(nn.Module):
     def detach_capture(self, capture: Callable) -> None:
         if capture in self._captures:
             self._captures.remove(capture)
-        self._changed()
+            self._changed()
 
     def _remove(self, handle: Handle) -> None:
+        self.stage.handles.pop(handle, None)
         for hooks in (self._hooks, self._gradient_hooks):
             if handle in hooks:
                 hooks.remove(handle)
-        self._changed()
+                self._changed()
 
     @property
     def foreign(self) -> bool:
         """Something other than our own hooks listens: PyTorch's module hooks, or a forward set on the instance (nnsight)."""
-        return bool(self._forward_hooks or self._forward_pre_hooks or self._backward_hooks) or "forward" in self.__dict__
-
-    @property
-    def edited(self) -> bool:
-        return bool(self._hooks or self._gradient_hooks) or self.foreign or any(c.keeps_graph for c in self._captures)
+        theirs = (self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks)
+        return any(theirs) or "forward" in self.__dict__
 
     @property
     def live(self) -> bool:
-        return bool(self._captures) or self.edited
+        return bool(self._captures or self._hooks or self._gradient_hooks) or self.foreign
 
     def _changed(self) -> None:
         if self.owner is not None:
@@ -229,82 +176,115 @@ class HookPoint(nn.Module):
     # The value passes.
 
     def __call__(self, x: Tensor) -> Tensor:
-        given = x
-        if (self._hooks or self.foreign) and not self.private:
-            given = x.clone()
-        before = _version(given)
+        x = x if _is_dense(x) else x.contiguous()
+        y = self._through_hooks(x) if self._hooks or self.foreign else x
+        return y if self.shared else self.settle(y)
+
+    def _through_hooks(self, x: Tensor) -> Tensor:
+        given = x if self.shared else x.clone()
         y = super().__call__(given)
-        if y is given:
-            y = given if self.private or before is None or _version(given) != before else x
-            if y.shape != x.shape:
-                raise ValueError(f"hook at {self.name} resized the value in place from {tuple(x.shape)} to {tuple(y.shape)}")
-        else:
-            y = self._accept(y, x)
-        if self.read_only and y is not x:
-            raise ValueError(f"{self.name} is read-only: a hook there may look but not return a tensor or write into it")
-        if self._gradient_hooks and y.requires_grad:
-            # A node of its own: the gradient of what comes after this point, not of every use of the tensor.
-            y = y.view_as(y)
-            y.register_hook(self._on_gradient)
-        for capture in self._captures:
-            capture(self, y)
+        if given.shape != x.shape:
+            raise ValueError(f"hook at {self.name} resized the value in place from {list(x.shape)} to {list(given.shape)}")
+        if self.read_only:
+            if y is not given or not _same_bits(given, x):
+                raise self._is_read_only()
+            return x
+        return y if y is given else self._accept(y, x)
+
+    def settle(self, y: Tensor) -> Tensor:
+        """What comes after all hooks: the gradient's hooks and the captures."""
+        if self._gradient_hooks and torch.is_grad_enabled() and not y.is_inference():
+            y = self._recorded(y)
+        if self._captures:
+            if any(capture.keeps_graph for capture in self._captures):
+                # The tensor kept is the one that is used next, dense and nobody else's.
+                y = y.clone(memory_format=torch.contiguous_format)
+            for capture in tuple(self._captures):
+                capture(self, y)
         return y
 
     def forward(self, x: Tensor) -> Tensor:
-        for handle in list(self._hooks):
-            before = _version(x)
+        for handle in tuple(self._hooks):
+            seen = x.clone() if self.read_only else None
+            handle.last_run = self.stage.runs
             returned = handle(x)
-            if returned is None or returned is x:
-                if self.read_only and (returned is x or _version(x) != before):
-                    raise ValueError(f"{self.name} is read-only: a hook there may look but not return a tensor or write into it")
-            elif self.read_only:
-                raise ValueError(f"{self.name} is read-only: a hook there may look but not return a tensor or write into it")
-            else:
-                x = self._accept(returned, x)
+            if self.read_only and (returned is not None or not _same_bits(x, seen)):
+                raise self._is_read_only()
+            if returned is not None and returned is not x:
+                accepted = self._accept(returned, x)
+                # The tensor is the user's: a later hook that writes in place must not reach it.
+                x = accepted.clone() if accepted is returned else accepted
         return x
 
-    def _on_gradient(self, grad: Tensor) -> Tensor:
-        for handle in list(self._gradient_hooks):
-            grad = grad.clone()
-            returned = handle(grad)
-            if returned is not None:
-                grad = self._accept(returned, grad)
+    def _recorded(self, y: Tensor) -> Tensor:
+        # A node of its own: the gradient of what comes after this point, not of every use of the tensor. Where nothing before it
+        # requires a gradient (frozen weights), the graph begins here.
+        y = y.view_as(y) if y.requires_grad else y.detach().requires_grad_()
+        handles = tuple(self._gradient_hooks)
+        for handle in handles:
+            handle.last_run = self.stage.runs
+        y.register_hook(partial(self._on_gradient, handles, self.stage.call, self.stage.step))
+        return y
+
+    def _on_gradient(self, handles: tuple[Handle, ...], call, step: int, grad: Tensor) -> Tensor:
+        with self.stage.replay(call, step):
+            for handle in handles:
+                grad = grad.clone()
+                returned = handle(grad)
+                if returned is not None:
+                    grad = self._accept(returned, grad)
         return grad
 
+    def _is_read_only(self) -> ValueError:
+        return ValueError(f"{self.name} is read-only: a hook there may look, but not return a tensor or write into the one it is handed")
+
     def _accept(self, new, old: Tensor) -> Tensor:
-        """Check a tensor that replaces the value and bring it to the value's dtype."""
+        """Check a tensor that replaces `old` and bring it to its dtype and strides (so that the same kernels run on it)."""
         if not isinstance(new, Tensor):
             raise TypeError(f"hook at {self.name} returned {type(new).__name__}; expected a Tensor [{self.axes}] or None")
         if new.shape != old.shape:
-            raise ValueError(
-                f"hook at {self.name} returned shape {list(new.shape)}; expected {list(old.shape)} [{self.axes}]"
-            )
+            raise ValueError(f"hook at {self.name} returned shape {list(new.shape)}; expected {list(old.shape)} [{self.axes}]")
         if new.device != old.device:
             raise ValueError(
                 f"hook at {self.name} returned a tensor on {new.device}; the value is on {old.device}: move it with .to(value.device)"
             )
-        if new.dtype == old.dtype:
-            return new
-        if old.is_floating_point() and new.is_floating_point():
-            return new.to(old.dtype)
-        integers = not old.is_floating_point() and not new.is_floating_point()
-        if integers and not new.is_complex() and new.dtype != torch.bool:
-            cast = new.to(old.dtype)
-            if not torch.equal(cast.to(new.dtype), new) or bool(((cast < 0) & (new > 0)).any()):
-                raise ValueError(f"hook at {self.name} returned {new.dtype} values that do not fit {old.dtype}")
-            return cast
-        raise TypeError(f"hook at {self.name} returned dtype {new.dtype}; the value is {old.dtype}")
+        if new.dtype != old.dtype:
+            new = self._cast(new, old.dtype)
+        return new if new.stride() == old.stride() else torch.empty_like(old).copy_(new)
+
+    def _cast(self, new: Tensor, dtype: torch.dtype) -> Tensor:
+        if new.is_floating_point() and dtype.is_floating_point:
+            return new.to(dtype)
+        integers = not new.is_floating_point() and not new.is_complex() and new.dtype != torch.bool
+        if not integers or dtype.is_floating_point:
+            raise TypeError(f"hook at {self.name} returned dtype {new.dtype}; the value is {dtype}")
+        cast = new.to(dtype)
+        if not torch.equal(cast.to(new.dtype), new) or bool(((cast < 0) & (new > 0)).any()):
+            raise ValueError(f"hook at {self.name} returned {new.dtype} values that do not fit {dtype}")
+        return cast
 
     def extra_repr(self) -> str:
-        return f"{self.layout} [{self.axes}]" if self.layout else f"[{self.axes}]"
+        if self.value is None:
+            return f"[{self.axes}]"
+        cost = "read-only" if self.read_only else f"read {self.value.read}, edit {self.value.edit}"
+        return f"{self.layout} [{self.axes}] {cost}: {self.description}"
 
 
 class Probed(nn.Module):
-    """A module that owns HookPoints. `tap.<name>(x)` applies one; `spelled_out` asks for the way that shows every value."""
+    """A module that owns HookPoints. `tap.<name>(x)` applies one.
+
+    Attributes:
+        listened: names of the points, of those its fused way hides ("mat" in dsv4/values.py), that someone listens to.
+        spelled_out: whether there are any: take the way that shows every value.
+
+    A fused way that has a tensor in hand may not leave the fused way for an edit of it: a value replaced by itself then gives the very
+    numbers of a run that reads it.
+    """
 
     def __init__(self):
         super().__init__()
         self.tap = SimpleNamespace()
+        self.listened: frozenset[str] = frozenset()
         self.spelled_out = False
         self._instrumented = False
 
@@ -319,15 +299,12 @@ class Probed(nn.Module):
         return ((name, child) for name, child in self._modules.items() if isinstance(child, HookPoint))
 
     def refresh(self) -> None:
-        """Recompute `tap` and `spelled_out` from who listens now."""
-        spelled_out = False
-        for name, point in self.points():
-            live = point.live
-            setattr(self.tap, name, point if live else _same)
-            if live and point.value is not None:
-                hidden = point.value.read == "mat" or (point.value.edit == "mat" and point.edited)
-                spelled_out = spelled_out or hidden
-        self.spelled_out = spelled_out
+        """Recompute `tap` and `listened` from who listens now."""
+        live = {name: point for name, point in self.points() if point.live}
+        for name, _ in self.points():
+            setattr(self.tap, name, live.get(name, _same))
+        self.listened = frozenset(name for name, point in live.items() if point.value is not None and point.value.read == "mat")
+        self.spelled_out = bool(self.listened)
 
     def notice(self) -> None:
         """Called before each run: a forward set on the instance by writing into `__dict__` (nnsight) tells nobody."""
@@ -357,24 +334,11 @@ class _Watched(OrderedDict):
         return _Watched, (), self.__dict__, None, iter(self.items())
 
 
-def _version(x: Tensor) -> int | None:
-    return None if x.is_inference() else x._version
+def _is_dense(x: Tensor) -> bool:
+    """Whether every element has its own place and no place is left over, in whatever order of axes."""
+    return x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride()
 
 
-def _calling_form(fn: Callable, name: str) -> Callable:
-    """fn as a function of (value, point): `fn(value, hook=point)`, else two positional arguments, else the value alone."""
-    try:
-        signature = inspect.signature(fn)
-    except ValueError:
-        return lambda value, point: fn(value)
-    for bind, call in (
-        (lambda: signature.bind(None, hook=None), lambda value, point: fn(value, hook=point)),
-        (lambda: signature.bind(None, None), lambda value, point: fn(value, point)),
-        (lambda: signature.bind(None), lambda value, point: fn(value)),
-    ):
-        try:
-            bind()
-        except TypeError:
-            continue
-        return call
-    raise TypeError(f"hook at {name}: {fn} takes {signature}; expected fn(value, hook)")
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal to the last bit: NaN equals itself, 0.0 is not -0.0."""
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

@@ -18,9 +18,9 @@ class HyperConnection(Float32):
         super().__init__()
         n = self.streams = config.hc_mult
         self.iters, self.eps, self.rms_eps = config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps
-        self.fn = nn.Parameter(torch.empty((2 + n) * n, n * config.hidden_size))
-        self.base = nn.Parameter(torch.empty((2 + n) * n))
-        self.scale = nn.Parameter(torch.empty(3))
+        self.fn = nn.Parameter(torch.empty((2 + n) * n, n * config.hidden_size, dtype=torch.float32))
+        self.base = nn.Parameter(torch.empty((2 + n) * n, dtype=torch.float32))
+        self.scale = nn.Parameter(torch.empty(3, dtype=torch.float32))
 
     def read(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x [b s n hidden] -> pre [b s n], post [b s n], comb [b s n n], collapsed [b s hidden]."""
@@ -52,9 +52,9 @@ class HyperHead(Float32):
         super().__init__()
         n = config.hc_mult
         self.eps, self.rms_eps = config.hc_eps, config.rms_norm_eps
-        self.hc_fn = nn.Parameter(torch.empty(n, n * config.hidden_size))
-        self.hc_base = nn.Parameter(torch.empty(n))
-        self.hc_scale = nn.Parameter(torch.empty(1))
+        self.hc_fn = nn.Parameter(torch.empty(n, n * config.hidden_size, dtype=torch.float32))
+        self.hc_base = nn.Parameter(torch.empty(n, dtype=torch.float32))
+        self.hc_scale = nn.Parameter(torch.empty(1, dtype=torch.float32))
 
     def weights(self, x: Tensor) -> Tensor:
         """x [b s n hidden] -> [b s n] float32."""

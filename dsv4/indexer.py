@@ -14,7 +14,7 @@ from dsv4.call import OVERLAPPING, Call
 from dsv4.compressor import EntryPool
 from dsv4.config import Dsv4Config
 from dsv4.hooks import HookPoint
-from dsv4.kernels.index_scores import closed_entries, combine_heads, index_head_scores, index_scores, select_entries
+from dsv4.kernels.index_scores import closed_entries, combine_heads, index_head_scores, select_by_index, select_entries
 from dsv4.kernels.norm_rotary import rotate
 from dsv4.kernels.pooling import pool, pool_gates
 from dsv4.linear import Linear
@@ -73,21 +73,25 @@ class Indexer(EntryPool):
         queries = tap.indexer_queries(rotate(queries, cos.unsqueeze(2), sin.unsqueeze(2)))
         keys = tap.indexer_keys(keys)
         weights = tap.indexer_head_weights(self.scorer(x))
+        rate = call.windows[self.layer_type].rate
         if self.spelled_out:
-            head_scores = tap.indexer_head_scores(index_head_scores(queries, keys))
-            scores = combine_heads(head_scores, weights)
+            chosen = self.spelled(queries, keys, weights, closed_entries(call.positions, rate, keys.shape[1]), call)
         else:
-            scores = index_scores(queries, keys, weights)
-        closed = closed_entries(call.positions, call.windows[self.layer_type].rate, keys.shape[1])
-        scores = tap.indexer_scores(scores.masked_fill(~closed, float("-inf")))
-        if self.spelled_out:
-            scores = scores.masked_fill(~closed, float("-inf"))
-            if bool((scores.isnan() & call.valid.unsqueeze(-1)).any()):
-                raise ValueError(f"{self.indexer_scores.name} holds NaN; an entry without a score is -inf")
-            scores = scores.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
-        chosen = select_entries(scores, self.top_k)
+            chosen = select_by_index(queries, keys, weights, call.positions, rate, self.top_k, call.lead)
         selection = tap.indexer_selection(chosen)
-        return selection if selection is chosen else self.as_set(selection, closed, call)
+        if selection is chosen:
+            return chosen
+        return self.as_set(selection, closed_entries(call.positions, rate, keys.shape[1]), call)
+
+    def spelled(self, queries: Tensor, keys: Tensor, weights: Tensor, closed: Tensor, call: Call) -> Tensor:
+        """The definition, every score in its place; closed [b s e] -> the best of each query."""
+        tap = self.tap
+        head_scores = tap.indexer_head_scores(index_head_scores(queries, keys))
+        scores = combine_heads(head_scores, weights).masked_fill(~closed, float("-inf"))
+        scores = tap.indexer_scores(scores).masked_fill(~closed, float("-inf"))
+        if bool((scores.isnan() & call.valid.unsqueeze(-1)).any()):
+            raise ValueError(f"{self.indexer_scores.name} holds NaN; an entry without a score is -inf")
+        return select_entries(scores.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf")), self.top_k)
 
     def as_set(self, selection: Tensor, closed: Tensor, call: Call) -> Tensor:
         """A written selection: checked against the entries closed for each query, duplicates counted once."""
@@ -101,7 +105,9 @@ class Indexer(EntryPool):
                 f"{self.indexer_selection.name}[{b}, {s}, {t}] = {int(selection[b, s, t])}: that query may keep "
                 f"{int(closed[b, s].sum())} of {entries} entries, numbered from 0; write -1 for fewer"
             )
-        ordered = selection.masked_fill(~known, -1).sort(dim=-1, descending=True).values
+        kept = selection.masked_fill(~known, -1)
+        ordered, place = kept.sort(dim=-1, stable=True)
+        # Later places that say what an earlier one says.
         repeated = torch.zeros_like(ordered, dtype=torch.bool)
         repeated[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
-        return ordered.masked_fill(repeated, -1)
+        return kept.masked_fill(torch.zeros_like(repeated).scatter(-1, place, repeated), -1)

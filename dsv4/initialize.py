@@ -26,9 +26,9 @@ def fill(model: nn.Module, seed: int) -> None:
 
 def _draw(name: str, tensor: Tensor, experts: int, generator: torch.Generator) -> Tensor:
     if name.endswith("tid2eid"):
-        order = torch.rand(tensor.shape[0], experts, generator=generator).argsort(-1)
+        order = torch.rand(tensor.shape[0], experts, generator=generator, dtype=torch.float32, device="cpu").argsort(-1)
         return order[:, : tensor.shape[1]]
-    noise = torch.randn(tensor.shape, generator=generator)
+    noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32, device="cpu")
     leaf = name.rsplit(".", 1)[-1]
     if "norm" in name or leaf in ("scale", "hc_scale"):
         return 1 + 0.2 * noise

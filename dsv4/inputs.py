@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4.config import HASH_MOE
+
 Input = str | Sequence | Tensor | None
 
 
@@ -28,40 +30,51 @@ class Inputs:
         return tuple(self.valid.shape)
 
 
-def resolve(model, given: Input, *, input_ids=None, inputs_embeds=None, attention_mask=None, start_at_layer=None, past=None) -> Inputs:
+def resolve(
+    model,
+    given: Input,
+    *,
+    input_ids=None,
+    inputs_embeds=None,
+    attention_mask=None,
+    start_at_layer=None,
+    stop_at_layer=None,
+    past=None,
+) -> Inputs:
     """Text, ids (a list, lists, a 1-D or 2-D tensor), embeddings or streams -> Inputs on the model's device.
 
     `past`: tokens of each row already in a KV cache, for masks that cover them. Raises ValueError or TypeError that says what came.
     """
-    is_text = _is_text(given) or _is_text(input_ids)
-    hidden = None
+    hidden, what = None, ""
     if start_at_layer is not None:
-        hidden = _streams(model, given, start_at_layer)
-        given = input_ids
+        if inputs_embeds is not None:
+            raise ValueError("inputs_embeds enter before layer 0; with start_at_layer pass streams as the first argument")
+        hidden, what = _streams(model, given, start_at_layer), "streams"
+        given = None
     elif inputs_embeds is not None:
-        if given is not None and input_ids is not None:
-            raise ValueError("give the ids once: as the first argument or as input_ids")
-        hidden = _embeddings(model, inputs_embeds)
-        given = given if given is not None else input_ids
-    elif given is None:
-        given = input_ids
-    elif input_ids is not None:
+        hidden, what = _embeddings(model, inputs_embeds), "embeddings"
+    if given is not None and input_ids is not None:
         raise ValueError("give the ids once: as the first argument or as input_ids")
+    given = input_ids if given is None else given
     if given is None and hidden is None:
         raise ValueError("nothing to run: pass text, token ids, or inputs_embeds")
 
     ids, listed = (None, None) if given is None else _ids(model, given)
     if hidden is not None and ids is not None and ids.shape != hidden.shape[:2]:
-        raise ValueError(f"input_ids has shape {list(ids.shape)}; the {'streams' if start_at_layer is not None else 'embeddings'} "
-                         f"are for {list(hidden.shape[:2])} tokens")
+        raise ValueError(f"input_ids has shape {list(ids.shape)}; the {what} are for {list(hidden.shape[:2])} tokens")
     if ids is None:
-        hashed = [i for i in range(start_at_layer or 0, model.num_layers) if model.config.mlp_layer_types[i] == "hash_moe"]
+        reached = range(start_at_layer or 0, model.num_layers if stop_at_layer is None else stop_at_layer)
+        hashed = [i for i in reached if model.config.mlp_layer_types[i] == HASH_MOE and i not in model.skipped]
         if hashed:
-            raise ValueError(f"layers {hashed} route by token id (hash_moe): pass input_ids beside the embeddings or streams")
-    shape = hidden.shape[:2] if ids is None else ids.shape
+            raise ValueError(f"layers {hashed} route by token id (hash_moe): pass input_ids beside the {what}")
+    shape = tuple(hidden.shape[:2] if ids is None else ids.shape)
     if 0 in shape:
         raise ValueError(f"an empty input of shape {list(shape)}: expected at least one row and one token")
-    valid = _valid(attention_mask, listed, tuple(shape), model.device, past)
+    valid = _valid(attention_mask, listed, shape, model.device, past)
+    if hidden is not None:
+        # What stands at padding reaches no token, whatever it is.
+        hidden = hidden.masked_fill(~valid.view(*valid.shape, *[1] * (hidden.dim() - 2)), 0.0)
+    is_text = _is_text(given)
     return Inputs(ids, valid, hidden, is_text, is_text and not isinstance(given, str))
 
 
@@ -70,19 +83,14 @@ def _is_text(x: Any) -> bool:
 
 
 def _ids(model, given) -> tuple[Tensor, Tensor | None]:
-    """(ids [b s], mask from ragged lists or None)."""
+    """(ids [b s], mask of rows that differ in length, or None)."""
     mask = None
     if _is_text(given):
         ids, mask = model.tokenizer.to_tokens_and_mask(given)
-    elif isinstance(given, Tensor):
-        ids = given
-    elif isinstance(given, list | tuple) and given and all(isinstance(row, list | tuple) for row in given):
-        width = max(len(row) for row in given)
-        pad = model.config.pad_token_id or 0
-        ids = torch.tensor([[*row, *[pad] * (width - len(row))] for row in given])
-        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in given])
     elif isinstance(given, list | tuple):
-        ids = torch.tensor(list(given), dtype=None if given else torch.int64)
+        ids, mask = _listed(model, given)
+    elif isinstance(given, Tensor) or hasattr(given, "__array__"):
+        ids = torch.as_tensor(given, device=model.device)
     else:
         raise TypeError(f"expected text, token ids or a tensor, got {type(given).__name__}")
     if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
@@ -99,6 +107,25 @@ def _ids(model, given) -> tuple[Tensor, Tensor | None]:
         row, column = outside.nonzero()[0].tolist()
         raise ValueError(f"token id {int(ids[row, column])} at [{row}, {column}] is outside the vocabulary: expected 0 <= id < {vocab}")
     return ids, mask
+
+
+def _listed(model, given: Sequence) -> tuple[Tensor, Tensor | None]:
+    """A list of ids, or a list of rows of ids -> (ids padded at the right, mask where the rows differ in length)."""
+    are_rows = [isinstance(x, list | tuple) or getattr(x, "ndim", 0) > 0 for x in given]
+    if any(are_rows) and not all(are_rows):
+        raise TypeError("token ids: got rows and single ids in one list; expected a list of ids, or a list of rows of ids")
+    rows = [row.tolist() if hasattr(row, "tolist") else list(row) for row in (given if any(are_rows) else [given])]
+    for i, row in enumerate(rows):
+        for x in row:
+            if isinstance(x, bool | list | tuple) or not hasattr(x, "__index__"):
+                raise TypeError(f"token ids must be integers; row {i} holds {x!r}")
+            if not -(1 << 63) <= int(x) < 1 << 63:
+                raise ValueError(f"token id {x} in row {i} is outside the vocabulary: expected 0 <= id < {model.config.vocab_size}")
+    width, pad = max(len(row) for row in rows), model.config.pad_token_id or 0
+    ids = [[*map(int, row), *[pad] * (width - len(row))] for row in rows]
+    mask = [[1] * len(row) + [0] * (width - len(row)) for row in rows]
+    ids, mask = (torch.tensor(x, dtype=torch.int64, device=model.device).view(len(rows), width) for x in (ids, mask))
+    return ids, None if len({len(row) for row in rows}) == 1 else mask
 
 
 def _floating(model, x: Any, what: str, axes: str, shape: tuple[int | None, ...]) -> Tensor:
@@ -126,7 +153,7 @@ def _valid(mask, listed: Tensor | None, shape: tuple[int, int], device, past: li
         if listed is None:
             return torch.ones(shape, dtype=torch.bool, device=device)
         mask = listed
-    mask = torch.as_tensor(mask)
+    mask = torch.as_tensor(mask, device=device)
     if mask.dim() == 1 and shape[0] == 1:
         mask = mask.unsqueeze(0)
     b, s = shape
@@ -140,11 +167,9 @@ def _valid(mask, listed: Tensor | None, shape: tuple[int, int], device, past: li
         mask = mask[:, -s:]
     if listed is not None and not torch.equal(mask, listed.to(device=device, dtype=torch.bool)):
         raise ValueError("attention_mask disagrees with the lengths of the rows given; leave it out, they are padded and masked for you")
-    changes = (mask[:, 1:] != mask[:, :-1]).sum(1)
-    holes = (changes > 1) & ~((changes == 2) & ~mask[:, 0] & ~mask[:, -1])
-    both = (changes == 2) & ~mask[:, 0] & ~mask[:, -1]
-    if bool((holes | both).any()):
-        row = int((holes | both).nonzero()[0])
+    broken = (mask[:, 1:] != mask[:, :-1]).sum(1) > 1
+    if bool(broken.any()):
+        row = int(broken.nonzero()[0])
         raise ValueError(
             f"attention_mask row {row} has its zeros in more than one run: {mask[row].int().tolist()[:64]}; "
             "padding stands at the left or at the right of a row, never inside it or at both ends"

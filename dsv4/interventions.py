@@ -1,37 +1,44 @@
-"""Ready-made interventions and lenses: steering, skipping layers, reading streams through the vocabulary.
+"""Ready-made interventions and lenses: steering, skipping layers, reading streams through the vocabulary, the loss.
 
 Each uses public values only, so that a user could have written it. Axes: b row, s token, n stream.
 """
 
+import operator
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from dsv4.inputs import Input, resolve
 from dsv4.kernels.hyper_connection import collapse
 from dsv4.lens import READOUTS, Lens
+from dsv4.loss import next_token_loss
 
 
 class Interventions:
     """Mixed into the model."""
 
     @contextmanager
-    def steer(self, vector: Tensor, layers: int | Iterable[int], scale: float = 1.0, *, factor: float | None = None) -> Iterator[None]:
-        """Add scale * vector [hidden] to every stream of layer_output, at all positions, in the given layers.
+    def steer(
+        self, vector: Tensor, layers: int | Iterable[int], scale: float | None = None, *, factor: float | None = None
+    ) -> Iterator[None]:
+        """Add scale * vector [hidden] to every stream of layer_output, at all positions, in the given layers. scale is 1 unless given.
 
         The columns of comb sum to one, so a vector added to all streams is carried on unchanged. `factor` is an alias of `scale`.
         """
-        scale = scale if factor is None else factor
+        if scale is not None and factor is not None:
+            raise TypeError("factor is another spelling of scale: give one of them")
+        scale = next((x for x in (scale, factor) if x is not None), 1.0)
         vector = torch.as_tensor(vector, device=self.device)
         if vector.shape != (self.hidden_size,) or not vector.is_floating_point():
             raise ValueError(f"steer takes a floating vector [{self.hidden_size}], got {vector.dtype} {list(vector.shape)}")
 
         def add(streams, hook):
-            return streams + scale * vector.to(streams.dtype)
+            # In the wider of both dtypes, rounded once to the streams'.
+            return streams + scale * vector
 
-        chosen = self._layers(layers)
-        with self.hooks([(f"layers.{i}.layer_output", add) for i in chosen]):
+        with self.hooks([(f"layers.{i}.layer_output", add) for i in self._layers(layers)]):
             yield
 
     @contextmanager
@@ -75,22 +82,30 @@ class Interventions:
         """
         if readout not in READOUTS:
             raise ValueError(f"readout={readout!r}: expected one of {', '.join(READOUTS)}")
-        logits, cache = self.run_with_cache(input, ["layers.*.layer_output", "readout_weights"], pos=pos, **run)
-        streams = [cache["layer_output", i] for i in range(self.num_layers) if f"layers.{i}.layer_output" in cache]
-        layers = [i for i in range(self.num_layers) if f"layers.{i}.layer_output" in cache]
-        weights = cache["readout_weights"]
+        wanted = ["layers.*.layer_output", *(["readout_weights"] if readout == "final_pre" else [])]
+        _, cache = self.run_with_cache(input, wanted, pos=pos, **run)
+        streams = {i: cache["layer_output", i] for i in range(self.num_layers) if ("layer_output", i) in cache}
         with torch.no_grad():
             read = {
                 "head": lambda x: self.project_on_vocab(x, readout="head"),
                 "mean": lambda x: self.project_on_vocab(x.mean(-2), readout="none"),
                 "each": lambda x: self.project_on_vocab(x, readout="none"),
-                "final_pre": lambda x: self.project_on_vocab(collapse(x, weights), readout="none"),
+                "final_pre": lambda x: self.project_on_vocab(collapse(x, cache["readout_weights"]), readout="none"),
             }[readout]
-            return Lens(readout, layers, torch.stack([read(x) for x in streams]), cache.positions, self.tokenizer)
+            logits = torch.stack([read(x) for x in streams.values()])
+        return Lens(readout, list(streams), logits, cache.positions, self.tokenizer)
+
+    def loss(self, input: Input, attention_mask: Tensor | None = None, per_token: bool = False) -> Tensor:
+        """Mean next-token cross entropy over the real tokens, a scalar; per_token gives [b, s-1], 0 at padding.
+
+        ValueError when no row has two tokens.
+        """
+        inputs = resolve(self, input, attention_mask=attention_mask)
+        return next_token_loss(self(inputs.ids, attention_mask=inputs.valid), inputs.ids, inputs.valid, per_token)
 
     def _layers(self, layers: int | Iterable[int]) -> list[int]:
-        chosen = [layers] if isinstance(layers, int) else list(layers)
+        chosen = list(layers) if isinstance(layers, Iterable) else [layers]
         for i in chosen:
-            if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < self.num_layers:
+            if isinstance(i, bool) or not hasattr(i, "__index__") or not 0 <= operator.index(i) < self.num_layers:
                 raise ValueError(f"layer {i!r}: expected 0 <= layer < {self.num_layers}")
-        return chosen
+        return list(dict.fromkeys(map(operator.index, chosen)))

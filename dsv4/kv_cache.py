@@ -1,13 +1,17 @@
-"""KVCache: what a later call needs of the earlier ones, per row, so that it does not matter how the tokens arrive.
+"""KVCache: what a later call needs of the earlier ones, row by row, so that it does not matter how
+the tokens arrive.
 
-Per block: the window's rotated keys; on compressed blocks the entries (all of them) and the unpooled projections of windows that are
-still open, the compressor's and the indexer's. Everything is stored by row position, so rows may differ in length.
+Per block: the window's rotated keys; on compressed blocks every entry and the unpooled projections
+of the windows that are still open, the compressor's and the indexer's. All of it stands by its place
+in the row, so rows may differ in length.
 
-A forward writes only beyond what is committed, and a commit replaces the state in one assignment: whatever raises before it leaves
-the cache as it was. What is stored is detached; gradients stop at the cache.
+A forward writes only behind what is committed, and committing is one assignment: whatever raises
+before it leaves the cache as it was. What is stored is detached: gradients stop at the cache.
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,69 +21,17 @@ from dsv4.attention import SlidingAttention
 from dsv4.call import OVERLAPPING, Call, Windows, kept_projections
 from dsv4.config import Dsv4Config
 from dsv4.inputs import Inputs
+from dsv4.tape import Tape
 
-# Spare columns that a tape gets when it has to grow, at least; and at least this share of what it holds.
-SPARE = 128
-SPARE_SHARE = 8
+# `expand` shares entries of a prefix up to this many tokens, and copies those of a longer one.
+SHARED_ENTRIES = 16384
 
-
-@dataclass(frozen=True)
-class Tape:
-    """Stored values of one kind: `held` [b, columns, width]; row r's column 0 is its position (or entry) number `first[r]`."""
-
-    held: Tensor
-    first: tuple[int, ...]
-
-    def read(self, begin: Sequence[int], count: int) -> Tensor:
-        """[b, count, width] from number begin[r] on; zeros before number 0."""
-        starts = [b - f for b, f in zip(begin, self.first, strict=True)]
-        if len(set(starts)) == 1 and starts[0] >= 0 and min(begin) >= 0:
-            return self.held[:, starts[0] : starts[0] + count]
-        device = self.held.device
-        steps = torch.arange(count, device=device)
-        index = torch.tensor(starts, device=device).unsqueeze(1) + steps
-        number = torch.tensor(list(begin), device=device).unsqueeze(1) + steps
-        inside = index.clamp(0, max(self.held.shape[1] - 1, 0)).unsqueeze(-1).expand(-1, -1, self.held.shape[-1])
-        return self.held.gather(1, inside).masked_fill((number < 0).unsqueeze(-1), 0.0)
-
-    def select(self, rows: Sequence[int]) -> "Tape":
-        index = torch.tensor(rows, dtype=torch.int64, device=self.held.device)
-        return Tape(self.held.index_select(0, index), tuple(self.first[r] for r in rows))
-
-    def append(self, new: Tensor, start: Sequence[int], before: Sequence[int], after: Sequence[int], oldest: Sequence[int], most: int):
-        """The tape with numbers before[r] ... after[r] - 1 taken from new[r, start[r]:]; in place when there is room.
-
-        Room is made by a new tape that begins at number oldest[r] and never holds more than `most` columns. In place means beyond
-        number before[r], where nothing is committed.
-        """
-        with torch.inference_mode(False), torch.no_grad():
-            held, first = self.held, self.first
-            if max(a - f for a, f in zip(after, first, strict=True)) > held.shape[1]:
-                first = tuple(oldest)
-                columns = max(a - f for a, f in zip(after, first, strict=True))
-                columns = min(columns + max(SPARE, columns // SPARE_SHARE), max(most, columns))
-                held = torch.zeros(held.shape[0], columns, held.shape[2], dtype=held.dtype, device=held.device)
-                kept = max(b - f for b, f in zip(before, first, strict=True))
-                if kept > 0:
-                    held[:, :kept] = self.read(first, kept)
-            rows = list(zip(start, before, after, first, strict=True))
-            if len(set(rows)) == 1:
-                _write(held, new, *rows[0])
-            else:
-                for r, row in enumerate(rows):
-                    _write(held[r : r + 1], new[r : r + 1], *row)
-            return Tape(held, first)
-
-
-def _write(held: Tensor, new: Tensor, start: int, before: int, after: int, first: int) -> None:
-    begin = max(before, first)
-    if begin < after:
-        held[:, begin - first : after - first] = new[:, start + begin - before : start + after - before]
+_CLAIM = threading.Lock()
 
 
 @dataclass(frozen=True)
 class State:
-    """All that is committed: lengths, the shortest length each row can still be cut to, one tape per slot."""
+    """All that is committed: lengths, what each row can still be cut to, a tape for every slot."""
 
     length: tuple[int, ...]
     floor: tuple[int, ...]
@@ -90,11 +42,12 @@ class TokenSlot:
     """A value per token. `keep`: tokens before the end that a later call needs."""
 
     def __init__(self, cache: "KVCache", number: int, width: int, dtype: torch.dtype, keep: int):
-        self.cache, self.number, self.width, self.dtype, self.keep = cache, number, width, dtype, keep
+        self.cache, self.number, self.width, self.dtype = cache, number, width, dtype
+        self.keep = keep
         self.pending: Tensor | None = None
 
     def extend(self, new: Tensor, earlier: int) -> Tensor:
-        """[b s width] -> [b earlier+s width]: each row's last `earlier` tokens stand before this call's columns."""
+        """[b s width] -> [b earlier+s width]: before this call's columns each row's last tokens."""
         self.pending = new.detach()
         if earlier == 0:
             return new
@@ -104,42 +57,64 @@ class TokenSlot:
 
     def advanced(self, call: Call, floor: Sequence[int]) -> Tape:
         """The tape after the call."""
-        tape = self.cache.state.tapes[self.number]
-        rows = zip(floor, tape.first, call.host.length, strict=True)
-        oldest = [max(lowest - self.keep, first, 0) if length else 0 for lowest, first, length in rows]
-        return tape.append(self.pending, call.host.start, call.host.past, call.host.length, oldest, self.cache.max_length)
+        tape, rows = self.cache.state.tapes[self.number], call.host
+        oldest = [
+            max(lowest - self.keep, held, 0) for lowest, held in zip(floor, tape.lowest, strict=True)
+        ]
+        return tape.append(
+            self.pending, rows.start, rows.past, rows.length, oldest, self.cache.max_length
+        )
+
+    def expand(self, tape: Tape, rows: int, length: int) -> Tape:
+        return tape.share(rows, max(length - self.keep, 0), length)
 
 
 class EntrySlot:
-    """Closed entries, all kept. `rate`: tokens per entry."""
+    """Closed entries, all of them kept. `rate`: tokens per entry."""
 
     def __init__(self, cache: "KVCache", number: int, width: int, dtype: torch.dtype, rate: int):
-        self.cache, self.number, self.width, self.dtype, self.rate = cache, number, width, dtype, rate
+        self.cache, self.number, self.width, self.dtype = cache, number, width, dtype
+        self.rate = rate
         self.pending: Tape | None = None
 
     def extend(self, new: Tensor, windows: Windows) -> Tensor:
-        """[b e_new width] -> [b e width]: each row's entries in order, zeros where a row has fewer."""
+        """[b e_new width] -> [b e width]: each row's entries in order, zeros where it has fewer."""
         before, after = windows.host_before, windows.host_after
         old = self.cache.state.tapes[self.number]
-        most = self.cache.max_length // self.rate
-        self.pending = old.append(new.detach(), [0] * len(before), before, after, old.first, most)
-        if not (torch.is_grad_enabled() and new.requires_grad):
-            every = self.pending.held[:, : windows.total]
+        self.pending = old.append(
+            new.detach(), [0] * len(before), before, after, old.lowest, self.most
+        )
+        if not torch.is_grad_enabled():
+            every = self.pending.front(windows.total)
         else:
-            # This call's own entries carry their graph.
-            stored = max(before)
-            both = torch.cat((old.held[:, :stored], new), dim=1)
-            number = torch.arange(windows.total, device=new.device)
-            own = stored + number - windows.before.unsqueeze(1)
-            index = torch.where(number < windows.before.unsqueeze(1), number, own).clamp(max=both.shape[1] - 1)
-            every = both.gather(1, index.unsqueeze(-1).expand(-1, -1, both.shape[-1]))
+            # A graph may hold on to what it is given, and this call's own entries carry theirs.
+            every = _joined(old.front(max(before)), new, windows)
         if len(set(after)) > 1:
-            absent = torch.arange(windows.total, device=new.device) >= windows.after.unsqueeze(1)
+            number = torch.arange(windows.total, device=new.device)
+            absent = number >= windows.after.unsqueeze(1)
             every = every.masked_fill(absent.unsqueeze(-1), 0.0)
         return every
 
+    @property
+    def most(self) -> int:
+        return self.cache.max_length // self.rate
+
     def advanced(self, call: Call, floor: Sequence[int]) -> Tape:
         return self.pending
+
+    def expand(self, tape: Tape, rows: int, length: int) -> Tape:
+        entries = length // self.rate
+        return tape.share(rows, entries if length <= SHARED_ENTRIES else 0, entries)
+
+
+def _joined(stored: Tensor, new: Tensor, windows: Windows) -> Tensor:
+    """Each row's stored entries, then its new ones."""
+    both = torch.cat((stored, new), dim=1)
+    number = torch.arange(windows.total, device=new.device)
+    before = windows.before.unsqueeze(1)
+    own = (stored.shape[1] + number - before).clamp(max=max(both.shape[1] - 1, 0))
+    index = torch.where(number < before, number, own).unsqueeze(-1)
+    return both.gather(1, index.expand(-1, -1, both.shape[-1]))
 
 
 @dataclass(frozen=True)
@@ -163,15 +138,22 @@ class KVCache:
     """The memory of earlier calls, for one batch of rows.
 
     Args:
-        config: the model's. batch_size: rows. max_length: tokens a row may reach (storage grows up to it).
-        device, dtype: the model's (dtype None is the config's torch_dtype).
-        rewind: tokens that can be cut off again. 0 keeps the window and the open windows only; r keeps r tokens more; None keeps
-            everything, so that `truncate` is exact at any length.
+        config: the model's. batch_size: rows. max_length: tokens that a row may reach; storage
+            grows up to it as they come.
+        device, dtype: the model's (device None is the CPU, dtype None the config's torch_dtype).
+        rewind: tokens that can be cut off again. 0 keeps the window and the open windows, r keeps r
+            tokens more, None everything: `truncate` is then exact at any length.
 
-    Bytes a token on V4-Flash in bfloat16 (21 CSA, 20 HCA, 2 sliding blocks): 6,880 with rewind=0 or r (the entries: CSA blocks
-    (512 + 128) * 2 / 4, HCA blocks 512 * 2 / 128), 347,872 with rewind=None (also 1,024 for every block's key and the float32
-    projections: 10,240 on a CSA block, 4,096 on an HCA block). The constant of rewind=0 is 16.7 MiB a row, and r tokens of
-    rewind=None more with rewind=r; spare columns for growth come on top (SPARE, or an eighth).
+    Bytes on V4-Flash in bfloat16 (21 CSA, 20 HCA and 2 sliding blocks), for each row:
+
+    | rewind | per token | constant |
+    |---|---|---|
+    | 0 | 6,880: entries, (512 + 128) * 2 / 4 on a CSA block, 512 * 2 / 128 on an HCA block | 17.5 MB |
+    | r | 6,880 | 17.5 MB + r * 340,992 |
+    | None | 347,872: also 1,024 on each block for the key and float32 projections, 10,240 on a CSA
+      block, 4,096 on an HCA block | 0 |
+
+    Spare columns come on top: 32 tokens and 32 entries, or an eighth of what is held.
     """
 
     def __init__(
@@ -184,17 +166,17 @@ class KVCache:
         dtype: torch.dtype | None = None,
         rewind: int | None = None,
     ):
-        for name, value, least in (("batch_size", batch_size, 1), ("max_length", max_length, 1), ("rewind", rewind, 0)):
-            allowed = value is None and name == "rewind"
-            if not allowed and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise ValueError(f"{name}={value!r}: expected an int >= {least}{' or None' if name == 'rewind' else ''}")
+        _check_count("batch_size", batch_size, 1)
+        _check_count("max_length", max_length, 1)
+        if rewind is not None:
+            _check_count("rewind", rewind, 0)
         self.config, self.max_length, self.rewind = config, max_length, rewind
         self.device = torch.empty(0, device="cpu" if device is None else device).device
         self.dtype = config.torch_dtype if dtype is None else dtype
         self._slots: list[TokenSlot | EntrySlot] = []
         self.layers = tuple(self._layer(i) for i in range(config.num_hidden_layers))
         self.state = self._empty(batch_size)
-        self._busy = False
+        self._in_use = False
 
     # What it holds.
 
@@ -209,44 +191,62 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of storage held now."""
-        return sum(t.held.numel() * t.held.element_size() for t in self.state.tapes)
+        """Bytes of storage held now; what rows share counts once."""
+        return sum(tape.nbytes for tape in self.state.tapes)
 
     def reset(self) -> None:
         """Forget every row."""
-        self._idle("reset")
+        self._refuse_in_use("reset")
         self.state = self._empty(self.batch_size)
 
     def truncate(self, n: int | Sequence[int] | Tensor) -> None:
-        """Cut each row to its first n tokens: an int (rows that are shorter stay), or one length per row.
+        """Cut every row to its first n tokens (shorter rows stay), or each to a length of its own.
 
-        ValueError when a row would be cut by more than `rewind` allows, or is shorter than its length asked for.
+        ValueError, with nothing cut, for a row that would be cut by more than `rewind` allows, or
+        that is shorter than the length asked for it.
         """
-        self._idle("truncate")
+        self._refuse_in_use("truncate")
         length = self.state.length
-        if isinstance(n, int) and not isinstance(n, bool):
-            wanted = [min(n, old) for old in length]
-        else:
-            wanted = [int(x) for x in (n.tolist() if isinstance(n, Tensor) else n)]
-            if len(wanted) != len(length):
-                raise ValueError(f"truncate takes one length per row: got {len(wanted)} for {len(length)} rows")
-        for r, (new, old, floor) in enumerate(zip(wanted, length, self.state.floor, strict=True)):
-            if not 0 <= new <= old:
-                raise ValueError(f"truncate: row {r} holds {old} tokens and cannot be cut to {new}")
+        wanted = _integers("truncate", n)
+        if isinstance(wanted, int):
+            wanted = [min(wanted, held) for held in length]
+        if len(wanted) != len(length):
+            raise ValueError(
+                f"truncate: got {len(wanted)} lengths for {len(length)} rows; "
+                "give one int, or one for each row"
+            )
+        for r, (new, held, floor) in enumerate(zip(wanted, length, self.state.floor, strict=True)):
+            if not 0 <= new <= held:
+                raise ValueError(
+                    f"truncate: row {r} cannot be cut to {new}: expected 0 <= n <= {held}, its length"
+                )
             if new < floor:
                 raise ValueError(
-                    f"truncate: row {r} was made with rewind={self.rewind} and can be cut to {floor} tokens at the least, not {new}; "
-                    "build the cache with a larger rewind, or None"
+                    f"truncate: row {r} cannot be cut to {new}: it holds {held} tokens and "
+                    f"rewind={self.rewind} keeps what lengths from {floor} on need; build the cache "
+                    "with a larger rewind, or None"
                 )
         self.state = replace(self.state, length=tuple(wanted))
 
     def expand(self, n: int) -> "KVCache":
-        """A cache of n rows that all continue this one row. The prefix is copied for each row; this cache stays usable."""
+        """A cache of n rows that all continue this one's row; this one stays usable.
+
+        The rows share one copy of what the prefix needs to be cut back, and of its entries up to
+        SHARED_ENTRIES tokens. A longer prefix's entries are copied for each row: putting shared and
+        own entries side by side costs a copy in every call, at that length 5 % of a decoding step.
+        """
+        _check_count("expand: n", n, 1)
         if self.batch_size != 1:
-            raise ValueError(f"expand takes a cache of one row, this one has {self.batch_size}: use select([rows, with, repeats])")
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ValueError(f"expand({n!r}): expected a count of rows >= 1")
-        return self.select([0] * n)
+            raise ValueError(
+                f"expand takes a cache of one row, this one has {self.batch_size}; "
+                "use select([rows, with, repeats])"
+            )
+        length = self.state.length[0]
+        tapes = [
+            slot.expand(tape, n, length)
+            for slot, tape in zip(self._slots, self.state.tapes, strict=True)
+        ]
+        return self._of([0] * n, tapes)
 
     def clone(self) -> "KVCache":
         """A copy; neither sees what the other is fed."""
@@ -254,73 +254,94 @@ class KVCache:
 
     def select(self, rows: Sequence[int] | Tensor) -> "KVCache":
         """A cache of these rows, in this order, with repeats where given; this one stays usable."""
-        self._idle("select")
-        chosen = [int(r) for r in (rows.tolist() if isinstance(rows, Tensor) else rows)]
+        chosen = _integers("select", rows)
+        if isinstance(chosen, int) or not chosen:
+            raise ValueError(f"select: expected a list of rows, got {rows!r}")
         for r in chosen:
             if not 0 <= r < self.batch_size:
                 raise IndexError(f"select: row {r} of a cache of {self.batch_size} rows")
-        if not chosen:
-            raise ValueError("select: no rows given")
-        other = KVCache(
-            self.config, len(chosen), self.max_length, device=self.device, dtype=self.dtype, rewind=self.rewind
-        )
-        with torch.inference_mode(False), torch.no_grad():
-            tapes = tuple(tape.select(chosen) for tape in self.state.tapes)
-        other.state = State(
-            tuple(self.state.length[r] for r in chosen), tuple(self.state.floor[r] for r in chosen), tapes
-        )
-        return other
+        return self._of(chosen, [tape.select(chosen) for tape in self.state.tapes])
 
     def __repr__(self) -> str:
         return (
-            f"KVCache(rows={self.batch_size}, length={list(self.state.length)}, max_length={self.max_length}, rewind={self.rewind}, "
-            f"{self.nbytes / 2**20:.2f} MiB)"
+            f"KVCache(rows={self.batch_size}, length={list(self.state.length)}, "
+            f"max_length={self.max_length}, rewind={self.rewind}, {self.nbytes / 2**20:.2f} MiB)"
         )
 
     # What a forward asks of it.
 
     def admit(self, model, inputs: Inputs, *, partial: bool) -> None:
         """Raise before anything changes when the call does not fit this cache."""
-        self._idle("a run")
+        self._refuse_in_use("a run")
         if partial:
-            raise ValueError("start_at_layer, stop_at_layer and skip_layers are refused with a kv_cache: every block must see every token")
+            raise ValueError(
+                "start_at_layer, stop_at_layer and skip_layers are refused with a kv_cache: "
+                "every block has to see every token; run without the cache"
+            )
+        build = "build it with model.new_kv_cache(...)"
         if self.config != model.config:
-            raise ValueError("the KV cache was made for another config; build it with model.new_kv_cache(...)")
+            raise ValueError(f"the KV cache was made for another config; {build}")
         for name in ("dtype", "device"):
-            if getattr(self, name) != getattr(model, name):
-                raise ValueError(
-                    f"the KV cache has {name} {getattr(self, name)}, the model {getattr(model, name)}; build it with model.new_kv_cache(...)"
-                )
+            own, models = getattr(self, name), getattr(model, name)
+            if own != models:
+                raise ValueError(f"the KV cache has {name} {own}, the model {models}; {build}")
         if inputs.size[0] != self.batch_size:
-            raise ValueError(f"the KV cache holds {self.batch_size} rows, the input {inputs.size[0]}; use expand(n) or select(rows)")
+            raise ValueError(
+                f"the KV cache holds {self.batch_size} rows, the input {inputs.size[0]}; "
+                "use expand(n) or select(rows)"
+            )
         counts = inputs.valid.sum(1).tolist()
         for r, (held, count) in enumerate(zip(self.state.length, counts, strict=True)):
             if held + count > self.max_length:
                 raise ValueError(
-                    f"row {r} of the KV cache holds {held} tokens; {count} more exceed max_length={self.max_length}: "
-                    "build a longer cache, or truncate"
+                    f"row {r} of the KV cache holds {held} tokens; {count} more exceed "
+                    f"max_length={self.max_length}: build a longer cache, or truncate"
                 )
-        self._busy = True
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """For the length of a run: nobody else runs on it; what the run left pending is dropped."""
+        with _CLAIM:
+            self._refuse_in_use("a run")
+            self._in_use = True
+        try:
+            yield
+        finally:
+            for slot in self._slots:
+                slot.pending = None
+            self._in_use = False
 
     def commit(self, call: Call) -> None:
         """Take in what the call added."""
-        state = self.state
-        rewind = max(call.host.length) if self.rewind is None else self.rewind
-        floor = tuple(max(f, n - rewind) for f, n in zip(state.floor, call.host.length, strict=True))
+        state, length = self.state, call.host.length
+        rewind = self.max_length if self.rewind is None else self.rewind
+        floor = tuple(max(f, n - rewind) for f, n in zip(state.floor, length, strict=True))
         tapes = tuple(slot.advanced(call, floor) for slot in self._slots)
-        self.state = State(call.host.length, floor, tapes)
+        self.state = State(length, floor, tapes)
 
-    def forget(self) -> None:
-        """Drop what a call left pending, committed or not."""
-        for slot in self._slots:
-            slot.pending = None
-        self._busy = False
-
-    def _idle(self, what: str) -> None:
-        if self._busy:
-            raise RuntimeError(f"{what} on a KV cache that a run in progress is using; wait until the run has ended")
+    def _refuse_in_use(self, what: str) -> None:
+        if self._in_use:
+            raise RuntimeError(
+                f"{what} on a KV cache that a run in progress is using; wait until it has ended"
+            )
 
     # How it is laid out.
+
+    def _of(self, rows: Sequence[int], tapes: Sequence[Tape]) -> "KVCache":
+        """A cache of rows of this one, with those tapes."""
+        other = KVCache(
+            self.config,
+            len(rows),
+            self.max_length,
+            device=self.device,
+            dtype=self.dtype,
+            rewind=self.rewind,
+        )
+        length, floor = self.state.length, self.state.floor
+        other.state = State(
+            tuple(length[r] for r in rows), tuple(floor[r] for r in rows), tuple(tapes)
+        )
+        return other
 
     def _layer(self, i: int) -> LayerSlots:
         config, kind = self.config, self.config.layer_types[i]
@@ -335,9 +356,9 @@ class KVCache:
         )
 
     def _pool(self, width: int, rate: int, overlap: bool) -> PoolSlots:
-        kept = torch.promote_types(self.dtype, torch.float32)
-        series = 2 if overlap else 1
-        projections = self._add(TokenSlot, 2 * series * width, kept, kept_projections(rate, overlap))
+        wide = torch.promote_types(self.dtype, torch.float32)
+        columns = 2 * (2 if overlap else 1) * width
+        projections = self._add(TokenSlot, columns, wide, kept_projections(rate, overlap))
         return PoolSlots(projections, self._add(EntrySlot, width, self.dtype, rate))
 
     def _add(self, kind, width: int, dtype: torch.dtype, rule: int):
@@ -346,9 +367,20 @@ class KVCache:
         return slot
 
     def _empty(self, rows: int) -> State:
-        zeros = (0,) * rows
-        with torch.inference_mode(False):
-            tapes = tuple(
-                Tape(torch.zeros(rows, 0, slot.width, dtype=slot.dtype, device=self.device), zeros) for slot in self._slots
-            )
-        return State(zeros, zeros, tapes)
+        tapes = [Tape.empty(rows, slot.width, slot.dtype, self.device) for slot in self._slots]
+        return State((0,) * rows, (0,) * rows, tuple(tapes))
+
+
+def _check_count(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r}: expected an int >= {least}")
+
+
+def _integers(name: str, given) -> int | list[int]:
+    """An int, or a list of them, from ints, sequences and integer tensors."""
+    values = given.tolist() if hasattr(given, "tolist") else given
+    values = values if isinstance(values, int) else list(values)
+    for value in [values] if isinstance(values, int) else values:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} takes ints, got {value!r}")
+    return values

@@ -15,7 +15,7 @@ class Linear(nn.Module):
     def __init__(self, in_features: int, out_features: int):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.matrix(x.dtype))

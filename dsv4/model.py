@@ -6,6 +6,7 @@ Axes: see `dsv4`.
 """
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from dsv4.block import Block
 from dsv4.call import Call, plan
 from dsv4.config import Dsv4Config
 from dsv4.generate import Generating
-from dsv4.hooks import HookPoint, Probed, Stage
+from dsv4.hooks import HookPoint, Probed
 from dsv4.hyper_connection import HyperHead
 from dsv4.inputs import Input, resolve
 from dsv4.interventions import Interventions
@@ -25,6 +26,7 @@ from dsv4.linear import Linear
 from dsv4.loading import NO_TOKENIZER, Loading
 from dsv4.norm import RMSNorm
 from dsv4.rope import Rotary
+from dsv4.stage import Span, Stage
 from dsv4.watch import Watching
 
 # Rows of the head's weight that are widened at a time.
@@ -52,7 +54,9 @@ class Dsv4(Watching, Interventions, Generating, Loading, Probed):
         super().__init__()
         self.config = config
         self.tokenizer = NO_TOKENIZER
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        # Not by its constructor, which draws from the global generator.
+        rows = torch.empty(config.vocab_size, config.hidden_size, dtype=torch.float32)
+        self.embed_tokens = nn.Embedding.from_pretrained(rows, freeze=False)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.hc_head = HyperHead(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -100,6 +104,7 @@ class Dsv4(Watching, Interventions, Generating, Loading, Probed):
         Returns:
             logits [b, s or n, vocab] float32, or streams [b, s, n, hidden] with stop_at_layer.
         """
+        self.check_span(start_at_layer, stop_at_layer)
         inputs = resolve(
             self,
             input,
@@ -107,27 +112,26 @@ class Dsv4(Watching, Interventions, Generating, Loading, Probed):
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             start_at_layer=start_at_layer,
+            stop_at_layer=stop_at_layer,
             past=None if kv_cache is None else kv_cache.length.tolist(),
         )
-        start, stop = self._span(start_at_layer, stop_at_layer)
+        start, stop = start_at_layer or 0, stop_at_layer
         keep = _kept(logits_to_keep, inputs.size[1])
-        if kv_cache is not None:
-            kv_cache.admit(self, inputs, partial=start > 0 or stop is not None or bool(self.skipped))
-        self.stage.enter()
-        try:
-            self.notice_listeners()
-            past = [0] * inputs.size[0] if kv_cache is None else kv_cache.length.tolist()
-            call = plan(self.config, self.rotary, inputs.ids, inputs.valid, past)
-            self.input_size = inputs.size
-            self.stage.begin(call, self.why_unreached({"start_at_layer": start_at_layer, "stop_at_layer": stop_at_layer}))
-            out = self.run(call, inputs.hidden, start, stop, keep, kv_cache)
+        partial = start_at_layer is not None or stop is not None or bool(self.skipped)
+        with self.stage.running():
             if kv_cache is not None:
-                kv_cache.commit(call)
-            return out
-        finally:
-            if kv_cache is not None:
-                kv_cache.forget()
-            self.stage.leave()
+                kv_cache.admit(self, inputs, partial=partial)
+            with nullcontext() if kv_cache is None else kv_cache.in_use():
+                self.notice_listeners()
+                past = [0] * inputs.size[0] if kv_cache is None else kv_cache.length.tolist()
+                call = plan(self.config, self.rotary, inputs.ids, inputs.valid, past)
+                self.input_size = inputs.size
+                self.stage.begin(call)
+                out = self.run(call, inputs.hidden, start, stop, keep, kv_cache)
+                self.stage.warn_unreached(Span(start_at_layer, stop, self.skipped, inputs.ids is not None))
+                if kv_cache is not None:
+                    kv_cache.commit(call)
+                return out
 
     def run(self, call: Call, hidden: Tensor | None, start: int, stop: int | None, keep: int | None, kv) -> Tensor:
         """The forward itself, over checked inputs."""
@@ -145,7 +149,8 @@ class Dsv4(Watching, Interventions, Generating, Loading, Probed):
         x = tap.readout(collapse(streams, weights))
         x = tap.final_norm_output(self.norm(x))
         if keep is not None:
-            x = x.gather(1, call.last_columns(keep).unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+            self.stage.kept = call.last_columns(keep)
+            x = x.gather(1, self.stage.kept.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
         logits = tap.logits(tap.lm_head_output(self.lm_head(x)))
         if self.next_token_probs.live:
             last = call.last_columns(1) if keep is None else torch.full_like(call.last_columns(1), keep - 1)
@@ -155,13 +160,13 @@ class Dsv4(Watching, Interventions, Generating, Loading, Probed):
     def embed(self, call: Call, embeddings: Tensor | None) -> Tensor:
         """[b s n hidden]: the embedding's output in every stream."""
         x = self.tap.token_embeddings(self.embed_tokens(call.input_ids) if embeddings is None else embeddings)
-        return x.unsqueeze(2).expand(-1, -1, self.streams, -1)
+        return x.unsqueeze(2).expand(-1, -1, self.streams, -1).contiguous()
 
-    def _span(self, start: int | None, stop: int | None) -> tuple[int, int | None]:
-        first = 0 if start is None else start
-        if stop is not None and (isinstance(stop, bool) or not isinstance(stop, int) or not first <= stop <= self.num_layers):
-            raise ValueError(f"stop_at_layer={stop!r}: expected {first} <= layer <= {self.num_layers} (exclusive; no negatives)")
-        return first, stop
+    def check_span(self, start: int | None, stop: int | None) -> None:
+        """ValueError unless 0 <= start <= stop <= num_layers; None leaves an end open."""
+        for name, layer, first in (("start_at_layer", start, 0), ("stop_at_layer", stop, start or 0)):
+            if layer is not None and (isinstance(layer, bool) or not isinstance(layer, int) or not first <= layer <= self.num_layers):
+                raise ValueError(f"{name}={layer!r}: expected {first} <= layer <= {self.num_layers}, counted from the first")
 
     def new_kv_cache(self, batch_size: int = 1, max_length: int = 4096, *, rewind: int | None = None) -> KVCache:
         """An empty KVCache of this model's config, dtype and device."""

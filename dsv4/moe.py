@@ -5,6 +5,7 @@
 Axes: b batch, s token, top_k slot, I neurons.
 """
 
+import torch
 from torch import Tensor, nn
 
 from dsv4.call import Call
@@ -15,6 +16,10 @@ from dsv4.kernels.grouped_experts import activation, neurons, swiglu
 from dsv4.kernels.numeric import wide
 from dsv4.linear import Linear
 from dsv4.router import HashRouter, TopKRouter
+
+# What the fused ways hide.
+EXPERT_VALUES = frozenset(("expert_gate", "expert_up", "expert_activation", "expert_neurons", "expert_outputs"))
+SHARED_VALUES = frozenset(("mlp_gate", "mlp_up", "mlp_activation", "mlp_neurons"))
 
 
 class SharedExpert(nn.Module):
@@ -74,11 +79,10 @@ class Moe(Probed):
         scores = tap.router_scores(self.router.scores(tap.router_logits(self.router.logits(x))))
         indices = self.indices(scores, call)
         weights = tap.expert_weights(self.router.weights(scores, indices))
-        if self.spelled_out:
-            routed, shared = self.spelled_experts(x, indices, weights), self.spelled_shared(x)
-        else:
-            routed, shared = self.experts(x, indices, weights).to(x.dtype), self.shared_experts(x)
-        return tap.mlp_output(tap.routed_output(routed) + tap.shared_expert_output(shared))
+        routed = self.spelled_experts if self.listened & EXPERT_VALUES else self.fused_experts
+        routed = tap.routed_output(routed(x, indices, weights))
+        shared = self.spelled_shared if self.listened & SHARED_VALUES else self.shared_experts
+        return tap.mlp_output(routed + tap.shared_expert_output(shared(x)))
 
     def indices(self, scores: Tensor, call: Call) -> Tensor:
         """[b s top_k] int64: the experts chosen, or those a hook wrote."""
@@ -93,21 +97,23 @@ class Moe(Probed):
                 )
         return written
 
+    def fused_experts(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        return self.experts(x, indices, weights).to(x.dtype)
+
     def spelled_experts(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """Every slot's values in [b s top_k ...], then their sum."""
         tap = self.tap
         gate, up = self.experts.slot_gate_up(x, indices)
         gate, up = tap.expert_gate(gate), tap.expert_up(up)
-        active = tap.expert_activation(activation(gate, self.limit))
+        active = show(tap.expert_activation, activation(gate, self.limit), x.dtype)
         inner = tap.expert_neurons(neurons(active, up, self.limit))
         outputs = wide(self.experts.slot_down(inner, indices)) * weights.unsqueeze(-1)
-        outputs = tap.expert_outputs(outputs.to(x.dtype))
-        return wide(outputs).sum(2).to(x.dtype)
+        return show(tap.expert_outputs, outputs, x.dtype).sum(2).to(x.dtype)
 
     def spelled_shared(self, x: Tensor) -> Tensor:
         tap, shared = self.tap, self.shared_experts
         gate, up = tap.mlp_gate(shared.gate_proj(x)), tap.mlp_up(shared.up_proj(x))
-        active = tap.mlp_activation(activation(gate, self.limit))
+        active = show(tap.mlp_activation, activation(gate, self.limit), x.dtype)
         return shared.down_proj(tap.mlp_neurons(neurons(active, up, self.limit)))
 
     @property
@@ -133,6 +139,19 @@ class HashMoe(Moe):
 
     def choose(self, scores: Tensor, call: Call) -> Tensor:
         return self.router.look_up(call)
+
+
+def show(point, exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """Pass a float32 value through a point in `dtype`, and go on in float32 with what the rounding took, where it was not replaced.
+
+    The fused ways do not round there, so that looking does not change the run. The gradient is that of what the point returns.
+    """
+    rounded = exact.to(dtype)
+    returned = point(rounded)
+    if exact.dtype == dtype:
+        return returned
+    taken = (exact - wide(rounded)).masked_fill((returned != rounded) | ~rounded.isfinite(), 0.0)
+    return wide(returned) + taken.detach()
 
 
 KINDS = {"moe": Moe, "hash_moe": HashMoe}

@@ -12,7 +12,7 @@ class RMSNorm(Float32):
 
     def __init__(self, width: int, eps: float):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight = nn.Parameter(torch.ones(width, dtype=torch.float32))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:

@@ -16,6 +16,9 @@ from dsv4.float32 import Float32
 from dsv4.kernels.numeric import sqrt_softplus, topk_lowest
 from dsv4.linear import Linear
 
+# A sum of scores below this is not divided by: its inverse, and with it the gradient, leaves float32's range.
+UNDERFLOWN = 1e-30
+
 
 class Router(Linear, Float32):
     """The shared half: scores and weights. Subclasses choose the experts."""
@@ -36,7 +39,7 @@ class Router(Linear, Float32):
     def weights(self, scores: Tensor, indices: Tensor) -> Tensor:
         chosen = scores.gather(-1, indices)
         total = chosen.sum(-1, keepdim=True)
-        return chosen / total.masked_fill(total == 0, 1.0) * self.factor
+        return chosen / total.masked_fill(total.abs() < UNDERFLOWN, 1.0) * self.factor
 
 
 class TopKRouter(Router):
@@ -47,7 +50,7 @@ class TopKRouter(Router):
     def __init__(self, config: Dsv4Config):
         super().__init__(config)
         self.scoring = config.scoring_func
-        self.e_score_correction_bias = nn.Buffer(torch.empty(config.n_routed_experts))
+        self.e_score_correction_bias = nn.Buffer(torch.empty(config.n_routed_experts, dtype=torch.float32))
 
     def selection_scores(self, scores: Tensor) -> Tensor:
         return scores + self.e_score_correction_bias

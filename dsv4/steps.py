@@ -1,10 +1,14 @@
-"""Captures over the steps of a generation, put together as the values of one forward over prompt + new - 1 tokens.
+"""Captures over the steps of a generation, put together as the values of one forward over all of
+its tokens but the last.
 
-Values with a token axis only are joined along it. Values with a key or entry axis have another length in every step: they stay a list,
-or `align` scatters them onto the axes of the full run. Axes: b row, s column of a step, S columns of all steps, K = S + entries.
+Values whose token axis is the only one that grows are joined along it. Values with a key or entry
+axis have another length in every step: they stay a list, or `align` puts them on the axes of the
+whole run, with zeros (scores -inf, positions and selections -1) where a step had no such key or
+entry. Axes: b row, s column of a step, k key, e entry.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +17,18 @@ from torch import Tensor
 from dsv4.activation_cache import ActivationCache
 from dsv4.call import Call
 from dsv4.capture import Capture
+from dsv4.config import Dsv4Config
+from dsv4.hooks import HookPoint
 
-STEP_AXES = ("k", "e", "e_new", "min(index_topk,e)")
-# What stands where a step had no such key or entry; 0 for all others.
-ABSENT = {"attention_scores": float("-inf"), "indexer_scores": float("-inf"), "indexer_selection": -1, "attention_key_positions": -1}
+SELECTION_AXIS = "min(index_topk,e)"
+STEP_AXES = ("k", "e", "e_new", SELECTION_AXIS)
+# What stands where there is no key or entry; 0 for all others.
+ABSENT = {
+    "attention_scores": float("-inf"),
+    "indexer_scores": float("-inf"),
+    "indexer_selection": -1,
+    "attention_key_positions": -1,
+}
 
 
 @dataclass(frozen=True)
@@ -26,136 +38,137 @@ class Step:
 
 
 class StepCaptures:
-    """Attached for the length of a `with`; `step_done()` after every forward, `result(mask)` at the end."""
+    """Collects the values of `names` from every forward inside `attached`."""
 
-    def __init__(self, model, names, *, device=None, align: bool = False):
-        self.model, self.device, self.align = model, device, align
-        self.names = [] if names is None else model.match_names(names)
-        self.idle = not self.names
+    def __init__(self, model, names: Sequence[str], *, device=None):
+        self.model, self.names = model, list(names)
         self.steps: list[Step] = []
-        self._now: dict[str, Tensor] = {}
         self._capture = Capture(self._store, device=device)
 
-    def _store(self, name: str, value: Tensor) -> None:
-        self._now[name] = value
-
-    def __enter__(self) -> "StepCaptures":
-        for name in self.names:
-            self.model.hook_dict[name].attach_capture(self._capture)
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        points = [self.model.hook_dict[name] for name in self.names]
         self.model.stage.captures.append(self)
-        return self
-
-    def __exit__(self, *exc) -> None:
-        self.model.stage.captures.remove(self)
-        for name in self.names:
-            self.model.hook_dict[name].detach_capture(self._capture)
+        try:
+            for point in points:
+                point.attach_capture(self._capture)
+            yield
+        finally:
+            for point in points:
+                point.detach_capture(self._capture)
+            self.model.stage.captures.remove(self)
 
     def begin(self, call: Call) -> None:
-        """Called by the stage when a run's positions are known."""
+        """A run's positions are known."""
         self._capture.begin(call)
-        self._call = call
+        self.steps.append(Step({}, call))
 
-    def step_done(self) -> None:
-        self._capture.finish()
-        self.steps.append(Step(self._now, self._call))
-        self._now = {}
+    def _store(self, name: str, value: Tensor) -> None:
+        self.steps[-1].values[name] = value
 
-    def result(self, mask: Tensor) -> ActivationCache:
-        """mask: [b, prompt + new] of the ids returned."""
-        values, axes = {}, {}
-        full = _Full(self.model.config, self.steps) if self.steps else None
-        for name in self.names:
-            point = self.model.hook_dict[name]
-            parts = [step.values[name] for step in self.steps if name in step.values]
-            words = point.axes.split()
-            axes[name] = point.axes
-            if not parts:
-                continue
-            if any(w in STEP_AXES for w in words):
-                values[name] = full.align(point, parts) if self.align else parts
+    def result(self, align: bool) -> ActivationCache:
+        points = {name: self.model.hook_dict[name] for name in self.names}
+        axes = {name: point.axes for name, point in points.items()}
+        if not self.steps:
+            return ActivationCache({}, {}, None, self.model.num_layers)
+        whole = Whole(self.model.config, [step.call for step in self.steps])
+        values = {}
+        for name, point in points.items():
+            parts, words = [step.values[name] for step in self.steps], point.axes.split()
+            if any(word in STEP_AXES for word in words):
+                values[name] = whole.align(point, parts) if align else parts
             elif "s" in words:
                 values[name] = torch.cat(parts, dim=words.index("s"))
             else:
-                values[name] = parts[-1]
-        positions = torch.cat([step.call.positions for step in self.steps], dim=1) if self.steps else None
-        return ActivationCache(values, {n: axes[n] for n in values}, positions)
+                values[name] = whole.last_of_each_row(parts)
+        positions = whole.positions.to(self._capture.device or whole.positions.device)
+        return ActivationCache(values, axes, positions, self.model.num_layers)
 
 
-class _Full:
-    """The axes of the full run."""
+class Whole:
+    """The axes of one forward over the columns of all steps."""
 
-    def __init__(self, config, steps: Sequence[Step]):
-        self.config, self.calls = config, [step.call for step in steps]
-        self.widths = [call.positions.shape[1] for call in self.calls]
-        positions = torch.cat([call.positions for call in self.calls], dim=1)
-        b, self.columns = positions.shape
-        longest = max(self.calls[-1].host.length)
-        # Column of each row position; columns of the prefill that a cache brought along are not in this run.
-        self.column_of = torch.full((b, longest + 1), self.columns, device=positions.device)
-        number = torch.arange(self.columns, device=positions.device).expand(b, -1)
-        self.column_of.scatter_(1, positions.masked_fill(positions < 0, longest), number)
-        self.column_of[:, longest] = self.columns
+    def __init__(self, config: Dsv4Config, calls: Sequence[Call]):
+        self.config, self.calls = config, calls
+        self.positions = torch.cat([call.positions for call in calls], dim=1)
+        self.widths = [call.positions.shape[1] for call in calls]
+        self.starts = [sum(self.widths[:i]) for i in range(len(calls))]
+        rows, self.columns = self.positions.shape
+        # Column of each row position; `columns` for those that a KV cache held before the run.
+        self._nowhere = max(calls[-1].host.length)
+        column_of = self.positions.new_full((rows, self._nowhere + 1), self.columns)
+        place = self.positions.masked_fill(self.positions < 0, self._nowhere)
+        number = torch.arange(self.columns, device=place.device).expand(rows, -1)
+        self._column_of = column_of.scatter(1, place, number)
+        self._column_of[:, self._nowhere] = self.columns
 
-    def entries(self, kind: str) -> int:
-        return self.calls[-1].windows[kind].total if kind in self.calls[-1].windows else 0
+    def last_of_each_row(self, parts: Sequence[Tensor]) -> Tensor:
+        """Of each row the part of the last step that fed it a token."""
+        fed = torch.stack([call.lengths > call.past for call in self.calls])
+        number = torch.arange(len(self.calls), device=fed.device).unsqueeze(1)
+        last = torch.where(fed, number, 0).amax(0).to(parts[0].device)
+        return torch.stack(list(parts))[last, torch.arange(len(last), device=last.device)]
 
-    def align(self, point, parts: list[Tensor]) -> Tensor:
-        words, leaf = point.axes.split(), point.name.rsplit(".", 1)[-1]
+    def align(self, point: HookPoint, parts: Sequence[Tensor]) -> Tensor:
+        words = point.axes.split()
         kind = self.config.layer_types[point.layer]
-        fill = ABSENT.get(leaf, 0)
-        axis = next(i for i, w in enumerate(words) if w in STEP_AXES)
+        axis = next(i for i, word in enumerate(words) if word in STEP_AXES)
         if words[axis] == "e_new":
-            return self._new_entries(parts, kind)
+            return self._closed(parts, kind)
+        fill = ABSENT.get(point.name.rsplit(".", 1)[-1], 0)
         if words[axis] == "k":
-            keyed = [self._keys(part, axis, call, at, kind, fill) for part, call, at in zip(parts, self.calls, self._starts(), strict=True)]
-            return torch.cat(keyed, dim=words.index("s")) if "s" in words else self._latest(keyed, axis, kind)
-        total = self.entries(kind)
-        width = min(self.config.index_topk, total) if words[axis].startswith("min") else total
+            steps = range(len(parts))
+            spread = [self._spread(parts[i], axis, i, kind, fill) for i in steps]
+            if "s" in words:
+                return torch.cat(spread, dim=words.index("s"))
+            # Each token's key from the step that fed it, the entries of the last step.
+            own = [spread[i].narrow(axis, self.starts[i], self.widths[i]) for i in steps]
+            return torch.cat(
+                [*own, spread[-1].narrow(axis, self.columns, self._entries(kind))], dim=axis
+            )
+        width = self._entries(kind)
+        if words[axis] == SELECTION_AXIS:
+            width = min(self.config.index_topk, width)
         padded = [_pad(part, axis, width, fill) for part in parts]
         return torch.cat(padded, dim=words.index("s")) if "s" in words else padded[-1]
 
-    def _starts(self) -> list[int]:
-        return [sum(self.widths[:i]) for i in range(len(self.widths))]
+    def _entries(self, kind: str, step: int = -1) -> int:
+        windows = self.calls[step].windows
+        return windows[kind].total if kind in windows else 0
 
-    def _key_index(self, call: Call, start: int, kind: str) -> Tensor:
-        """[b k of the step]: column of the full run's key axis; K is the place of what the full run does not have."""
-        b, s = call.positions.shape
-        device = call.positions.device
-        total = self.columns + self.entries(kind)
-        earlier = self.column_of.gather(1, call.earlier.masked_fill(call.earlier < 0, self.column_of.shape[1] - 1))
+    def _spread(self, part: Tensor, axis: int, step: int, kind: str, fill: float) -> Tensor:
+        """A step's key axis -> that of the whole run: every column, then every entry."""
+        call, total = self.calls[step], self.columns + self._entries(kind)
+        rows = part.shape[0]
+        earlier = call.earlier.masked_fill(call.earlier < 0, self._nowhere)
+        earlier = self._column_of.gather(1, earlier)
         earlier = earlier.masked_fill(earlier == self.columns, total)
-        own = torch.arange(start, start + s, device=device).expand(b, -1)
-        closed = call.windows[kind].total if kind in call.windows else 0
-        entries = torch.arange(self.columns, self.columns + closed, device=device).expand(b, -1)
-        return torch.cat((earlier, own, entries), dim=1)
-
-    def _keys(self, part: Tensor, axis: int, call: Call, start: int, kind: str, fill) -> Tensor:
-        index = self._key_index(call, start, kind).to(part.device)
-        shape = [1] * part.dim()
-        shape[0], shape[axis] = index.shape
+        start = self.starts[step]
+        own = torch.arange(start, start + self.widths[step], device=earlier.device)
+        entries = torch.arange(self._entries(kind, step), device=earlier.device) + self.columns
+        both = torch.cat((own, entries)).expand(rows, -1)
+        index = torch.cat((earlier, both), dim=1).to(part.device)
+        index = index.view([n if i in (0, axis) else 1 for i, n in enumerate(part.shape)])
         size = list(part.shape)
-        size[axis] = self.columns + self.entries(kind) + 1
-        out = part.new_full(size, fill).scatter(axis, index.view(shape).expand(part.shape), part)
-        return out.narrow(axis, 0, size[axis] - 1)
+        size[axis] = total + 1
+        out = part.new_full(size, fill).scatter(axis, index.expand(part.shape), part)
+        return out.narrow(axis, 0, total)
 
-    def _latest(self, keyed: list[Tensor], axis: int, kind: str) -> Tensor:
-        """Keys without a query axis: each token's from the step that fed it, the entries of the last step."""
-        own = [k.narrow(axis, start, width) for k, start, width in zip(keyed, self._starts(), self.widths, strict=True)]
-        return torch.cat([*own, keyed[-1].narrow(axis, self.columns, self.entries(kind))], dim=axis)
-
-    def _new_entries(self, parts: list[Tensor], kind: str) -> Tensor:
-        total = self.entries(kind)
-        b = parts[0].shape[0]
-        out = parts[0].new_zeros(b, total + 1, *parts[0].shape[2:])
+    def _closed(self, parts: Sequence[Tensor], kind: str) -> Tensor:
+        """What each step said of the entries that it closed, by the entry's number."""
+        total = self._entries(kind)
+        rows, _, *rest = parts[0].shape
+        out = parts[0].new_zeros(rows, total + 1, *rest)
         for part, call in zip(parts, self.calls, strict=True):
             windows = call.windows[kind]
-            number = windows.before.unsqueeze(1) + torch.arange(part.shape[1], device=windows.before.device)
+            number = windows.before.unsqueeze(1) + torch.arange(windows.new, device=call.past.device)
             index = number.masked_fill(~windows.filled, total).to(part.device)
-            out = out.scatter(1, index.view(*index.shape, *[1] * (part.dim() - 2)).expand(part.shape), part)
+            index = index.view(*index.shape, *[1] * len(rest)).expand(part.shape)
+            out = out.scatter(1, index, part)
         return out[:, :total]
 
 
-def _pad(part: Tensor, axis: int, width: int, fill) -> Tensor:
+def _pad(part: Tensor, axis: int, width: int, fill: float) -> Tensor:
     size = list(part.shape)
     size[axis] = width - size[axis]
     return torch.cat((part, part.new_full(size, fill)), dim=axis)

@@ -34,7 +34,7 @@ class Table:
         return found
 
     def __contains__(self, name: str) -> bool:
-        return any(row.name == name for row in self.rows)
+        return any(row.name == name for row in self.rows) or (self._find is not None and self._find(name) is not None)
 
     def __str__(self) -> str:
         if not self.rows:

@@ -231,5 +231,6 @@ def _extras(config: Dsv4Config, recipe: Recipe, random) -> dict[str, Tensor]:
             bias = torch.randn(config.n_routed_experts, generator=random)
             extras[f"layers.{layer}.ffn.gate.bias_vl"] = bias
             if kind == "hash_moe":
-                extras[f"layers.{layer}.ffn.gate.bias"] = bias.clone()
+                place = Place(f"layers.{layer}.{names.HASH_BLOCK_EXTRA}")
+                extras[_name(recipe.scheme, place)] = bias.clone()
     return extras

@@ -15,6 +15,10 @@ from torch.nn.functional import linear, silu
 
 from dsv4.kernels.numeric import wide
 
+# Slots go through the experts in chunks that hold about this many floats of width H, but not fewer than ROWS for each expert.
+CHUNK = 1 << 22
+ROWS = 64
+
 
 class Bank(Protocol):
     num_experts: int
@@ -65,18 +69,25 @@ def expert_linear(x: Tensor, weight_of, groups: list[tuple[int, int, int]], widt
 
 def slots_in_order(x: Tensor, order: Tensor) -> Tensor:
     """Undo the sort: row r of x goes to flat slot order[r]."""
-    return x.new_empty(x.shape).index_copy(0, order, x)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+    return x.index_select(0, place)
 
 
 def grouped_experts(x: Tensor, indices: Tensor, weights: Tensor, bank: Bank, limit: float) -> Tensor:
     """x [t H], indices [t k] int64, weights [t k] float32 -> [t H] float32: sum over slots in slot order, weight after the down product."""
-    k = indices.shape[-1]
+    t, k = indices.shape
+    slots = max(CHUNK // x.shape[-1], ROWS * bank.num_experts)
+    step = max(1, slots // k)
+    parts = [_grouped(x[i : i + step], indices[i : i + step], weights[i : i + step], bank, limit) for i in range(0, t, step)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _grouped(x: Tensor, indices: Tensor, weights: Tensor, bank: Bank, limit: float) -> Tensor:
     order, groups = sort_by_expert(indices, bank.num_experts)
-    token = order // k
+    rows = x.index_select(0, order // indices.shape[-1])
     outputs = []
     for e, i, j in groups:
-        gate, up = linear(x[token[i:j]], bank.gate_up(e)).chunk(2, dim=-1)
+        gate, up = linear(rows[i:j], bank.gate_up(e)).chunk(2, dim=-1)
         outputs.append(linear(swiglu(gate, up, limit), bank.down(e)))
-    flat = torch.cat(outputs) if outputs else x.new_zeros(0, x.shape[-1])
-    slots = slots_in_order(flat, order).unflatten(0, indices.shape)
+    slots = slots_in_order(torch.cat(outputs), order).unflatten(0, indices.shape)
     return (weights.unsqueeze(-2) @ wide(slots)).squeeze(-2)

@@ -32,7 +32,9 @@ def topk_lowest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def sqrt_softplus(x: Tensor) -> Tensor:
-    """sqrt(log(1 + exp(x))) with a finite gradient everywhere: below -17 it equals exp(x / 2) to float32's last bit."""
-    small = x < -17.0
-    plain = torch.nn.functional.softplus(x.masked_fill(small, 0.0)).sqrt()
-    return torch.where(small, (x.clamp(max=-17.0) / 2).exp(), plain)
+    """sqrt(log(1 + exp(x))) with a finite gradient everywhere: far below zero it equals exp(x / 2) to the last bit."""
+    # exp(x) is then below the precision of log(1 + exp(x)) = exp(x) (1 - exp(x) / 2 + ...).
+    far = -37.0 if x.dtype == torch.float64 else -17.0
+    small = x < far
+    plain = torch.nn.functional.softplus(x.masked_fill(small, 0.0), threshold=40.0).sqrt()
+    return torch.where(small, (x.clamp(max=far) / 2).exp(), plain)

@@ -19,8 +19,8 @@ from dsv4.kernels.index_scores import closed_entries
 from dsv4.kernels.numeric import wide
 
 # Queries of one banded block, and floats of scores and gathered entries that are held at a time.
-BLOCK = 64
-CHUNK = 1 << 25
+BLOCK = 32
+CHUNK = 1 << 19
 # Up to this many entries per selected one, masking a dense product is cheaper than gathering.
 GATHER_RATIO = 8
 
@@ -89,7 +89,8 @@ def sparse_attention(
 
     Args:
         queries: [b s N D] rotated. tokens: [b w+s D] rotated keys of the earlier window and of this call.
-        entries: [b e D] or None. sinks: [N] float32. selection: [b s t] int64 with -1 for fewer, or None for all closed entries.
+        entries: [b e D] or None. sinks: [N] float32. selection: [b s t] int64, an entry at
+            most once, -1 for fewer; None for all closed entries.
         scale: multiplies q . k.
     Returns:
         [b s N D] of queries' dtype; the rotary slice is not yet turned back.
@@ -97,40 +98,39 @@ def sparse_attention(
     b, s, heads, width = queries.shape
     if entries is not None and entries.shape[1] == 0:
         entries = None
-    block = min(BLOCK, s)
-    reach_back = reach.window - 1 + reach.gap
-    before = tokens.shape[1] - s
-    if before + s <= reach_back + 2 * block:
+    block, before = min(BLOCK, s), tokens.shape[1] - s
+    back = reach.window - 1 + reach.gap
+    if before + s <= back + 2 * block:
         # Short: one band that holds every token.
-        block, reach_back = s, before
-    per_query = heads * (reach_back + block) + _entry_floats(entries, selection, heads, width)
-    step = max(1, CHUNK // max(1, b * per_query * block)) * block
-    front = reach_back - before
-    tail = -s % block
-    tokens = pad(tokens, (0, 0, front, tail)) if front >= 0 else pad(tokens[:, -front:], (0, 0, 0, tail))
+        block, back = s, before
+    front, tail = back - before, -s % block
+    tokens = pad(tokens, (0, 0, max(front, 0), tail))[:, max(-front, 0) :]
     places = pad(reach.token_positions, (max(front, 0), tail), value=-1)[:, max(-front, 0) :]
+    positions = pad(reach.query_positions, (0, tail), value=-1)
+    per_query = heads * (back + block) + _entry_floats(entries, selection, heads, width)
+    step = max(1, CHUNK // (b * per_query * block)) * block
     outputs = []
-    for i in range(0, s, step):
-        end = min(s, i + step)
-        stop = reach_back + end + (-end % block)
+    for begin in range(0, s, step):
+        end = min(s, begin + step)
+        stop = end + -end % block
         outputs.append(
             _chunk(
-                wide(queries[:, i:end]),
-                wide(tokens[:, i:stop]),
+                wide(queries[:, begin:end]) * scale,
+                wide(tokens[:, begin : back + stop]),
                 None if entries is None else wide(entries),
                 wide(sinks),
-                reach.query_positions[:, i:end],
-                places[:, i:stop],
-                None if selection is None else selection[:, i:end],
+                positions[:, begin:stop],
+                places[:, begin : back + stop],
+                None if selection is None else selection[:, begin:end],
                 reach,
                 block,
-                scale,
             )
         )
-    return torch.cat(outputs, dim=1).to(queries.dtype) if len(outputs) > 1 else outputs[0].to(queries.dtype)
+    return (torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]).to(queries.dtype)
 
 
 def _entry_floats(entries: Tensor | None, selection: Tensor | None, heads: int, width: int) -> int:
+    """Floats a query holds of its entries."""
     if entries is None:
         return 0
     if _gathers(entries, selection):
@@ -142,38 +142,41 @@ def _gathers(entries: Tensor, selection: Tensor | None) -> bool:
     return selection is not None and entries.shape[1] > GATHER_RATIO * selection.shape[-1]
 
 
-def _chunk(queries, tokens, entries, sinks, query_positions, token_positions, selection, reach, block, scale) -> Tensor:
+def _chunk(queries, tokens, entries, sinks, positions, places, selection, reach: Reach, block: int) -> Tensor:
+    """queries [b s N D] scaled, tokens [b back+s' D], positions [b s'] and places [b back+s'], s' = s rounded up to blocks."""
     b, s, heads, width = queries.shape
-    tail = -s % block
-    blocks = (s + tail) // block
+    blocks = positions.shape[1] // block
     band = tokens.shape[1] - (blocks - 1) * block
-    q = pad(queries, (0, 0, 0, 0, 0, tail)).reshape(b, blocks, block * heads, width)
+    padded = pad(queries, (0, 0, 0, 0, 0, blocks * block - s)) if s % block else queries
     keys = tokens.unfold(1, band, block)
-    seen = visible_tokens(
-        pad(query_positions, (0, tail), value=-1).view(b, blocks, block), token_positions.unfold(1, band, block), reach.window
-    )
-    scores = (q @ keys).view(b, blocks, block, heads, band) * scale
-    scores = scores.masked_fill(~seen.unsqueeze(3), float("-inf")).reshape(b, blocks * block, heads, band)[:, :s]
+    seen = visible_tokens(positions.view(b, blocks, block), places.unfold(1, band, block), reach.window)
+    on_tokens = (padded.reshape(b, blocks, block * heads, width) @ keys).view(b, blocks, block, heads, band)
+    on_tokens = on_tokens.masked_fill_(~seen.unsqueeze(3), float("-inf")).view(b, blocks * block, heads, band)[:, :s]
+    # Padding sees nothing, whatever its sink: a finite one keeps its row finite.
+    on_sink = torch.where((positions[:, :s] < 0)[..., None, None], 0.0, sinks[:, None])
     if entries is None:
-        probabilities, _ = softmax_with_sink(scores, sinks.expand(b, s, heads))
-        return _weigh(probabilities, keys, tail, block)
+        chosen, scores = None, torch.cat((on_tokens, on_sink), dim=-1)
+    else:
+        on_entries, chosen = _entry_scores(queries, entries, selection, positions[:, :s], reach.rate)
+        scores = torch.cat((on_tokens, on_entries, on_sink), dim=-1)
+    weights = torch.softmax(scores, dim=-1)
+    if s % block:
+        weights = pad(weights, (0, 0, 0, 0, 0, blocks * block - s))
+    banded = weights.view(b, blocks, block * heads, -1)[..., :band]
+    mixed = (banded @ keys.transpose(-1, -2)).view(b, blocks * block, heads, width)[:, :s]
+    return mixed if chosen is None else mixed + weights[:, :s, :, band:-1] @ chosen
+
+
+def _entry_scores(queries, entries, selection, positions, rate: int) -> tuple[Tensor, Tensor]:
+    """(scores [b s N t or e], the entries they are of [b s t D] or [b 1 e D])."""
+    b, s, heads, width = queries.shape
     if _gathers(entries, selection):
         rows = torch.arange(b, device=entries.device)[:, None, None]
         chosen = entries[rows, selection.clamp(min=0)]
-        closed = (selection >= 0) & ((selection + 1) * reach.rate <= query_positions.unsqueeze(-1) + 1)
-        entry_scores = queries @ chosen.transpose(-1, -2)
+        closed = (selection >= 0) & ((selection + 1) * rate <= positions.unsqueeze(-1) + 1)
+        scores = queries @ chosen.transpose(-1, -2)
     else:
         chosen = entries.unsqueeze(1)
-        closed = visible_entries(query_positions, reach.rate, entries.shape[1], selection)
-        entry_scores = (queries.reshape(b, s * heads, width) @ entries.transpose(1, 2)).view(b, s, heads, -1)
-    entry_scores = (entry_scores * scale).masked_fill(~closed.unsqueeze(2), float("-inf"))
-    probabilities, _ = softmax_with_sink(torch.cat((scores, entry_scores), dim=-1), sinks.expand(b, s, heads))
-    on_tokens, on_entries = probabilities.split((band, entry_scores.shape[-1]), dim=-1)
-    return _weigh(on_tokens, keys, tail, block) + on_entries @ chosen
-
-
-def _weigh(probabilities: Tensor, keys: Tensor, tail: int, block: int) -> Tensor:
-    """probabilities [b s N band], keys [b blocks D band] -> [b s N D]."""
-    b, s, heads, band = probabilities.shape
-    p = pad(probabilities, (0, 0, 0, 0, 0, tail)).reshape(b, -1, block * heads, band)
-    return (p @ keys.transpose(-1, -2)).view(b, s + tail, heads, -1)[:, :s]
+        closed = visible_entries(positions, rate, entries.shape[1], selection)
+        scores = (queries.reshape(b, s * heads, width) @ entries.transpose(1, 2)).view(b, s, heads, -1)
+    return scores.masked_fill_(~closed.unsqueeze(2), float("-inf")), chosen

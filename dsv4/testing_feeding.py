@@ -1,0 +1,172 @@
+"""Ways of feeding tokens into a KVCache, and what every value of each call has to be: a slice of the row's run alone.
+
+Axes: b row, s column of the call, k key, e entry.
+"""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4.kv_cache import KVCache
+from dsv4.model import Dsv4
+from dsv4.steps import ABSENT
+from dsv4.testing import NEAR_TIE, SCORES_OF, as_sets, boundary_gap
+
+# What padding holds: any id will do, it is masked.
+FILLER = 1
+
+
+@dataclass(frozen=True)
+class Feed:
+    """One call: for each row how many of its next tokens it gets and from which column on; the call's width."""
+
+    counts: tuple[int, ...]
+    columns: tuple[int, ...]
+    width: int
+
+    @property
+    def is_padded(self) -> bool:
+        return any(count != self.width for count in self.counts)
+
+
+def draw_feeds(draw: random.Random, lengths: Sequence[int], most: int | None = None) -> list[Feed]:
+    """Any way to feed rows of these lengths: pieces of 0 to `most` tokens, padded left or right, some wider than needed."""
+    left, feeds = list(lengths), []
+    while any(left):
+        limit = draw.choice((1, 2, 4, 9, 33, max(lengths))) if most is None else most
+        counts = [draw.randint(0, min(limit, n)) for n in left]
+        if draw.random() < 0.5:
+            counts = [min(limit, n) for n in left]
+        if not any(counts):
+            continue
+        left = [n - count for n, count in zip(left, counts, strict=True)]
+        width = max(counts) + draw.choice((0, 0, 0, 1, 5))
+        columns = [draw.choice((0, width - count)) for count in counts]
+        feeds.append(Feed(tuple(counts), tuple(columns), width))
+    return feeds
+
+
+def one_by_one(length: int, prefill: int = 0) -> list[Feed]:
+    """A prefill of some tokens of one row, then a call for each further token."""
+    first = [Feed((prefill,), (0,), prefill)] if prefill else []
+    return [*first, *[Feed((1,), (0,), 1)] * (length - prefill)]
+
+
+def batch_of(rows: Sequence[Tensor], starts: Sequence[int], feed: Feed) -> tuple[Tensor, Tensor]:
+    """(ids [b, width], mask [b, width]) of a call, from rows of ids [n] fed up to `starts`."""
+    ids = torch.full((len(rows), feed.width), FILLER)
+    mask = torch.zeros(len(rows), feed.width, dtype=torch.int64)
+    for r, (row, at, count, column) in enumerate(zip(rows, starts, feed.counts, feed.columns, strict=True)):
+        ids[r, column : column + count] = row[at : at + count]
+        mask[r, column : column + count] = 1
+    return ids, mask
+
+
+@dataclass(frozen=True)
+class Fed:
+    """What a call gave. starts: tokens of each row before it."""
+
+    feed: Feed
+    starts: tuple[int, ...]
+    logits: Tensor
+    values: Mapping[str, Tensor]
+
+
+def run_feeds(model: Dsv4, rows: Sequence[Tensor], feeds: Sequence[Feed], kv: KVCache, names=()) -> Iterator[Fed]:
+    """Make the calls one after the other; `kv` says how far each row has been fed."""
+    for feed in feeds:
+        starts = tuple(kv.length.tolist())
+        ids, mask = batch_of(rows, starts, feed)
+        logits, cache = model.run_with_cache(ids, names, attention_mask=mask if feed.is_padded else None, kv_cache=kv, max_bytes=None)
+        yield Fed(feed, starts, logits, cache)
+
+
+class Alone:
+    """A row's run alone, in one call: the values that each call has to show a slice of."""
+
+    def __init__(self, model: Dsv4, row: Tensor, names="**"):
+        self.model, self.config, self.length = model, model.config, len(row)
+        with torch.no_grad():
+            self.logits, self.values = model.run_with_cache(row.unsqueeze(0), names, max_bytes=None)
+        self.logits = self.logits[0]
+
+    def expected(self, name: str, fed: Fed, r: int) -> Tensor:
+        """The value of the call for row r, at its real columns; what a row lacks holds zeros, -inf or -1 as spec/values says."""
+        if name == "next_token_probs":
+            return self.logits[fed.starts[r] + fed.feed.counts[r] - 1].softmax(-1)
+        leaf, words = name.rsplit(".", 1)[-1], self.model.hook_dict[name].axes.split()
+        value = self.values[name][0]
+        for axis, word in enumerate(words[1:]):
+            index = self._index(word, name, fed, r)
+            if index is not None:
+                absent = value.new_full([*value.shape[:axis], 1, *value.shape[axis + 1 :]], ABSENT.get(leaf, 0))
+                value = torch.cat((value, absent), dim=axis).index_select(axis, index)
+        return value
+
+    def _index(self, word: str, name: str, fed: Fed, r: int) -> Tensor | None:
+        """Places on the axis of the run alone, -1 for what is absent; None for an axis that both share."""
+        feed, past, count = fed.feed, fed.starts[r], fed.feed.counts[r]
+        ends = [start + n for start, n in zip(fed.starts, feed.counts, strict=True)]
+        layer = self.model.hook_dict[name].layer
+        rate = None if layer is None else self.config.rate(layer)
+        before, after, most = (0, 0, 0) if rate is None else (past // rate, (past + count) // rate, max(ends) // rate)
+        closed = [*range(after), *[-1] * (most - after)]
+        if word == "s":
+            places = list(range(past, past + count))
+        elif word == "e":
+            places = closed
+        elif word == "e_new":
+            new = max(end // rate - start // rate for start, end in zip(fed.starts, ends, strict=True))
+            places = [*range(before, after), *[-1] * (new - (after - before))]
+        elif word.startswith("min("):
+            places = list(range(min(self.config.index_topk, most)))
+        elif word == "k":
+            reach = self.config.sliding_window - 1
+            window = max(min(start, reach) for start in fed.starts)
+            held = min(past, reach)
+            own = [-1] * feed.width
+            own[feed.columns[r] : feed.columns[r] + count] = range(past, past + count)
+            entries = [-1 if place < 0 else self.length + place for place in closed]
+            places = [*[-1] * (window - held), *range(past - held, past), *own, *entries]
+        else:
+            return None
+        size = self.values[name].shape[self.model.hook_dict[name].axes.split().index(word)]
+        # A longer row of the batch makes the selection wider than this row's own.
+        known = [place if 0 <= place < size else size for place in places]
+        return torch.tensor(known, dtype=torch.int64)
+
+
+def row_of(value: Tensor, axes: str, fed: Fed, r: int) -> Tensor:
+    """Row r of a call's value, at its real columns."""
+    words = axes.split()
+    value = value[r]
+    if "s" in words:
+        value = value.narrow(words.index("s") - 1, fed.feed.columns[r], fed.feed.counts[r])
+    return value
+
+
+def first_near_tie(model: Dsv4, alone: Alone, fed: Fed, r: int) -> int | None:
+    """The first token of row r in the call (a row position) at which a block chooses otherwise than alone, None where all agree.
+
+    AssertionError when the scores of that choice do not tie: from there on the row may differ, before it may not.
+    """
+    firsts = []
+    for name in fed.values:
+        leaf = name.rsplit(".", 1)[-1]
+        if leaf not in SCORES_OF or name.replace(leaf, SCORES_OF[leaf]) not in alone.values:
+            continue
+        ours = as_sets(row_of(fed.values[name], model.hook_dict[name].axes, fed, r))
+        theirs = alone.expected(name, fed, r)
+        differs = (ours != as_sets(theirs)).any(-1)
+        if bool(differs.any()):
+            at = int(differs.nonzero()[0])
+            position = fed.starts[r] + at
+            if not firsts or position < min(firsts):
+                scores = alone.values[name.replace(leaf, SCORES_OF[leaf])][0, position]
+                gap = float(boundary_gap(scores, theirs.shape[-1]))
+                assert gap <= NEAR_TIE, f"{name} at token {position} of row {r} differs; its scores do not tie: gap {gap:.3g}"
+                firsts.append(position)
+    return min(firsts) if firsts else None

@@ -1,0 +1,83 @@
+"""Indexer scores against loops, in chunks and whole; which entries are closed; the selection and its ties."""
+
+import pytest
+import torch
+
+import dsv4.kernels.index_scores as op
+from dsv4.kernels.index_scores import closed_entries, combine_heads, index_head_scores, index_scores, select_entries
+from dsv4.testing import assert_close
+
+
+def arguments(b: int, s: int, heads: int, entries: int, width: int, dtype=torch.float64):
+    return (
+        torch.randn(b, s, heads, width, dtype=dtype),
+        torch.randn(b, entries, width, dtype=dtype),
+        torch.randn(b, s, heads, dtype=dtype),
+    )
+
+
+@pytest.mark.parametrize(("s", "heads", "entries", "width"), [(1, 1, 1, 2), (3, 5, 7, 6), (4, 8, 1, 3), (2, 3, 0, 4)])
+def test_against_single_numbers(s: int, heads: int, entries: int, width: int):
+    queries, keys, weights = arguments(2, s, heads, entries, width)
+    scores, head_scores = index_scores(queries, keys, weights), index_head_scores(queries, keys)
+    assert scores.shape == (2, s, entries)
+    assert head_scores.shape == (2, s, heads, entries)
+    for b in range(2):
+        for t in range(s):
+            for e in range(entries):
+                dots = [sum((queries[b, t, h] * keys[b, e]).tolist()) for h in range(heads)]
+                parts = [max(dot, 0.0) * width**-0.5 for dot in dots]
+                assert head_scores[b, t, :, e].tolist() == pytest.approx(parts, rel=1e-10)
+                expected = sum(w * part for w, part in zip(weights[b, t].tolist(), parts, strict=True))
+                assert scores[b, t, e].item() == pytest.approx(expected, rel=1e-10, abs=1e-12)
+
+
+@pytest.mark.parametrize("chunk", [1, 100, 5000])
+def test_chunks_of_queries_change_nothing(monkeypatch, chunk: int):
+    given = arguments(2, 37, 8, 13, 6)
+    whole = index_scores(*given)
+    monkeypatch.setattr(op, "CHUNK", chunk)
+    assert_close(index_scores(*given), whole, "float64")
+
+
+def test_spelled_out_heads_give_the_same_scores_bit_for_bit():
+    queries, keys, weights = arguments(2, 40, 8, 19, 16, torch.float32)
+    assert torch.equal(combine_heads(index_head_scores(queries, keys), weights), index_scores(queries, keys, weights))
+
+
+def test_gradients_numerically():
+    given = [t.requires_grad_() for t in arguments(1, 2, 3, 4, 2)]
+    assert torch.autograd.gradcheck(index_scores, given)
+
+
+def test_scores_are_float32_of_bfloat16():
+    queries, keys, weights = (t.bfloat16() for t in arguments(1, 5, 8, 9, 16))
+    scores = index_scores(queries, keys, weights.float())
+    assert scores.dtype == torch.float32
+    assert torch.equal(scores, index_scores(queries.float(), keys.float(), weights.float()))
+
+
+@pytest.mark.parametrize("rate", [1, 2, 4, 7, 128])
+def test_an_entry_is_seen_from_its_last_token_on(rate: int):
+    positions = torch.tensor([[-1, -1, *range(3 * rate + 2)]])
+    closed = closed_entries(positions, rate, 4)
+    for column, p in enumerate(positions[0].tolist()):
+        assert closed[0, column].tolist() == [p >= j * rate + rate - 1 for j in range(4)]
+
+
+def test_selection_takes_the_best_then_the_lowest_and_fills_with_minus_one():
+    inf = torch.inf
+    scores = torch.tensor([[[0.5, 2.0, -1.0, 2.0], [0.0, -0.0, 0.0, -inf], [-inf, -3.0, -inf, -inf], [-inf] * 4]])
+    assert select_entries(scores, 3).tolist() == [[[1, 3, 0], [0, 1, 2], [1, -1, -1], [-1, -1, -1]]]
+    assert select_entries(scores, 9).shape == (1, 4, 4)
+    assert select_entries(scores[..., :0], 3).shape == (1, 4, 0)
+
+
+@pytest.mark.parametrize("entries", [6, 33, 130])
+@pytest.mark.parametrize("heads", [1, 2, 8, 19])
+def test_entries_that_no_head_reaches_tie_at_zero(entries: int, heads: int):
+    """ReLU zeros times weights of both signs are 0.0 and -0.0: one number, wherever in the product it stands."""
+    queries, keys = torch.rand(1, 5, heads, 24), -torch.rand(1, entries, 24)
+    for sign in (torch.ones(heads), -torch.ones(heads), torch.randn(heads)):
+        scores = index_scores(queries, keys, sign.expand(1, 5, heads))
+        assert select_entries(scores, 4).tolist() == [[[0, 1, 2, 3]] * 5]
