@@ -14,6 +14,8 @@ A name is read by its dotted parts, never by substring: `layers.1` and `layers.1
 
 import functools
 import re
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -126,7 +128,6 @@ EXTRAS = (
 HASH_BLOCK_EXTRA = "mlp.router.e_score_correction_bias"
 HASH_BLOCK_EXTRA_LABEL = "router bias of hash blocks (image tokens only)"
 
-_NUMBER = re.compile(r"0|[1-9][0-9]*")
 _FIELDS = ("{layer}", "{expert}")
 
 
@@ -139,6 +140,15 @@ def to_place(scheme: Scheme, name: str) -> Place | None:
         return None
     values = dict(zip(_fields(row.template(scheme)), numbers, strict=True))
     return Place(_fill(row.ours, values.get("{layer}"), None), values.get("{expert}"), row.half)
+
+
+def count_known(stored: Iterable[str]) -> dict[Scheme, int]:
+    """How many of the files' names each scheme knows."""
+    templates = Counter(_generalise(name)[0] for name in stored)
+    return {
+        scheme: sum(count for template, count in templates.items() if template in _by_template(scheme))
+        for scheme in SCHEMES
+    }
 
 
 def from_place(scheme: Scheme, place: Place) -> str | None:
@@ -221,8 +231,13 @@ ROWS = _rows()
 def _generalise(name: str) -> tuple[str, list[int]]:
     """The name with each part that is a number replaced by '#', and those numbers."""
     parts = name.split(".")
-    numbers = [int(part) for part in parts if _NUMBER.fullmatch(part)]
-    return ".".join("#" if _NUMBER.fullmatch(part) else part for part in parts), numbers
+    numbers = []
+    for at, part in enumerate(parts):
+        # Plain decimal digits without leading zeros, as a number is written out.
+        if part.isdigit() and part.isascii() and (part[0] != "0" or part == "0"):
+            numbers.append(int(part))
+            parts[at] = "#"
+    return ".".join(parts), numbers
 
 
 def _fields(template: str | None) -> list[str]:

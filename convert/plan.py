@@ -5,9 +5,9 @@ The stored dtype decides: F8_E4M3 needs a scale per 128x128 block, I8 under the 
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -86,16 +86,10 @@ def stored_dtype(source: Source) -> torch.dtype:
     return next((dtype for name, dtype in FLOAT_DTYPES.items() if name in stored), torch.bfloat16)
 
 
-def find_scheme(stored: Mapping[str, StoredTensor]) -> tuple[Scheme, int]:
-    """The naming scheme that knows most of the names, and how many it knows."""
-    known = {scheme: sum(names.to_place(scheme, name) is not None for name in stored) for scheme in SCHEMES}
-    best = max(SCHEMES, key=lambda scheme: known[scheme])
-    return best, known[best]
-
-
 def make_plan(config: Dsv4Config, stored: Mapping[str, StoredTensor]) -> Plan:
     """Match the stored tensors with the layout of the config; what does not fit is in the plan's problems."""
-    scheme, known = find_scheme(stored)
+    known = names.count_known(stored)
+    scheme = max(SCHEMES, key=lambda scheme: known[scheme])
     problems = Problems()
     by_place: dict[Place, StoredTensor] = {}
     extras: dict[str, list[str]] = {}
@@ -107,12 +101,12 @@ def make_plan(config: Dsv4Config, stored: Mapping[str, StoredTensor]) -> Plan:
         place = names.to_place(scheme, name)
         if place in wanted:
             by_place[place] = tensor
-        elif (label := _extra_label(name, place, by_place.keys() | wanted)) is not None:
+        elif (label := _extra_label(name, place, wanted)) is not None:
             extras.setdefault(label, []).append(name)
         else:
             unexpected.append(name)
     problems.add("unexpected tensors", unexpected)
-    if known == 0:
+    if known[scheme] == 0:
         problems.add("unknown naming", f"no name is one of the {', '.join(SCHEMES)} schemes")
     sources = {}
     for name, spec in specs.items():
@@ -148,7 +142,7 @@ def scale_place(place: Place) -> Place:
     return Place(names.scale_of(place.name), place.expert, place.half)
 
 
-def _extra_label(name: str, place: Place | None, wanted: Any) -> str | None:
+def _extra_label(name: str, place: Place | None, wanted: Collection[Place]) -> str | None:
     label = names.extra_label(name)
     if label is None and place is not None and place.name.endswith(names.HASH_BLOCK_EXTRA):
         block = names.block_of(place.name)

@@ -19,7 +19,7 @@ from dsv4.hooks import HookPoint, Probed
 from dsv4.indexer import Indexer
 from dsv4.kernels.norm_rotary import rotate, rotate_back
 from dsv4.kernels.numeric import wide
-from dsv4.kernels.sparse_attention import softmax_with_sink, sparse_attention, visible_entries, visible_tokens
+from dsv4.kernels.sparse_attention import mix_values, score_keys, softmax_with_sink, sparse_attention, visible_entries, visible_tokens
 from dsv4.linear import GroupedLinear, Linear
 from dsv4.norm import RMSNorm, UnweightedRMSNorm
 
@@ -112,13 +112,14 @@ class SlidingAttention(Probed, Float32):
         values = tap.attention_values(both if keys is both else both.clone())
         keys, values = self.attention_keys.settle(keys), self.attention_values.settle(values)
         tap.attention_key_positions(positions)
-        scores = wide(queries) @ wide(keys).transpose(-1, -2) * self.scale
-        scores = tap.attention_scores(scores.masked_fill(~seen.unsqueeze(1), float("-inf")))
+        scaled = wide(queries).transpose(1, 2) * self.scale
+        scores = score_keys(scaled, wide(keys).squeeze(1), tokens.shape[1]).masked_fill(~seen.unsqueeze(2), float("-inf"))
+        scores = tap.attention_scores(scores.transpose(1, 2))
         sinks = tap.attention_sink_logits(wide(self.sinks)[None, :, None].expand(scores.shape[:-1]))
         probabilities, on_sink = softmax_with_sink(scores, sinks)
         probabilities = tap.attention_probabilities(probabilities)
         tap.attention_sink_probability(on_sink)
-        return (probabilities @ wide(values)).to(queries.dtype).transpose(1, 2)
+        return mix_values(probabilities.transpose(1, 2), wide(values).squeeze(1), tokens.shape[1]).to(queries.dtype)
 
     def key_axis(self, entries, selection, call: Call) -> tuple[Tensor, Tensor]:
         """(position each key stands for [b k], which keys each query sees [b s k])."""

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from dsv4.config import Dsv4Config
-from dsv4.kernels.grouped_experts import expert_linear, grouped_experts, slots_in_order, sort_by_expert
+from dsv4.kernels.grouped_experts import grouped_experts, slots_in_order, sort_by_expert
+from dsv4.kernels.grouped_linear import grouped_linear, grouped_linear_each
 from dsv4.kernels.quantize import dequantize_fp4, dequantize_fp8
 from dsv4.linear import SCALE_BLOCK, apply_to_codes
 
@@ -23,7 +24,6 @@ class Experts(nn.Module):
         e, i, h = self.num_experts, self.neurons, self.width
         self.gate_up_proj = nn.Parameter(torch.empty(e, 2 * i, h, dtype=torch.float32))
         self.down_proj = nn.Parameter(torch.empty(e, h, i, dtype=torch.float32))
-        self.dtype = None
 
     def _sizes(self, config: Dsv4Config) -> None:
         self.num_experts, self.neurons, self.width = config.n_routed_experts, config.moe_intermediate_size, config.hidden_size
@@ -31,46 +31,30 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """x [b s H], indices and weights [b s k] -> [b s H] float32: weighted sum over slots."""
-        flat = grouped_experts(x.flatten(0, 1), indices.flatten(0, 1), weights.flatten(0, 1), self.bank(x.dtype), self.limit)
-        return flat.view(x.shape)
+        return grouped_experts(x.flatten(0, 1), indices.flatten(0, 1), weights.flatten(0, 1), self, self.limit).view(x.shape)
 
-    def bank(self, dtype: torch.dtype) -> "Bank":
-        return Bank(self, dtype)
+    def gate_up(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """rows [n H] sorted by expert, ends [E] int32 -> [n 2I]."""
+        return grouped_linear(rows, self.gate_up_proj.to(rows.dtype), ends)
 
-    def gate_up(self, expert: int, dtype: torch.dtype) -> Tensor:
-        return self.gate_up_proj[expert].to(dtype)
-
-    def down(self, expert: int, dtype: torch.dtype) -> Tensor:
-        return self.down_proj[expert].to(dtype)
+    def down(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """rows [n I] sorted by expert -> [n H]."""
+        return grouped_linear(rows, self.down_proj.to(rows.dtype), ends)
 
     def slot_gate_up(self, x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         """x [b s H], indices [b s k] -> gate, up [b s k I], for every slot."""
-        order, groups = sort_by_expert(indices, self.num_experts)
-        rows = x.flatten(0, 1)[order // indices.shape[-1]]
-        both = expert_linear(rows, self.bank(x.dtype).gate_up, groups, 2 * self.neurons)
-        return _in_slots(both, order, indices).chunk(2, dim=-1)
+        order, ends = sort_by_expert(indices, self.num_experts)
+        rows = x.flatten(0, 1).index_select(0, order // indices.shape[-1])
+        return slots_in_order(self.gate_up(rows, ends), order).unflatten(0, indices.shape).chunk(2, dim=-1)
 
     def slot_down(self, neurons: Tensor, indices: Tensor) -> Tensor:
         """neurons [b s k I], indices [b s k] -> [b s k H], not weighted."""
-        order, groups = sort_by_expert(indices, self.num_experts)
-        out = expert_linear(neurons.flatten(0, 2)[order], self.bank(neurons.dtype).down, groups, self.width)
-        return _in_slots(out, order, indices)
+        order, ends = sort_by_expert(indices, self.num_experts)
+        out = self.down(neurons.flatten(0, 2).index_select(0, order), ends)
+        return slots_in_order(out, order).unflatten(0, indices.shape)
 
     def extra_repr(self) -> str:
         return f"{self.num_experts} x ({self.width} -> {self.neurons} -> {self.width})"
-
-
-class Bank:
-    """A bank seen in one compute dtype."""
-
-    def __init__(self, experts: Experts, dtype: torch.dtype):
-        self.experts, self.dtype, self.num_experts = experts, dtype, experts.num_experts
-
-    def gate_up(self, expert: int) -> Tensor:
-        return self.experts.gate_up(expert, self.dtype)
-
-    def down(self, expert: int) -> Tensor:
-        return self.experts.down(expert, self.dtype)
 
 
 class StoredExperts(Experts):
@@ -89,6 +73,20 @@ class StoredExperts(Experts):
         """Uninitialised codes and scales of a bank of [rows, columns] matrices, each of `stacked` matrices one over the other."""
         raise NotImplementedError
 
+    def gate_up_matrix(self, expert: int, dtype: torch.dtype) -> Tensor:
+        """[2I, H] of one expert, decoded."""
+        raise NotImplementedError
+
+    def down_matrix(self, expert: int, dtype: torch.dtype) -> Tensor:
+        """[H, I] of one expert, decoded."""
+        raise NotImplementedError
+
+    def gate_up(self, rows, ends):
+        return grouped_linear_each(rows, lambda e: self.gate_up_matrix(e, rows.dtype), ends, 2 * self.neurons)
+
+    def down(self, rows, ends):
+        return grouped_linear_each(rows, lambda e: self.down_matrix(e, rows.dtype), ends, self.width)
+
     def _apply(self, fn, recurse=True):
         return apply_to_codes(self, fn)
 
@@ -104,12 +102,12 @@ class Fp8Experts(StoredExperts):
             torch.empty(e, *grid, dtype=torch.float8_e8m0fnu),
         )
 
-    def gate_up(self, expert, dtype):
+    def gate_up_matrix(self, expert, dtype):
         codes, scales = self.gate_up_proj[expert], self.gate_up_proj_scale_inv[expert]
         halves = zip(codes.chunk(2), scales.chunk(2), strict=True)
         return torch.cat([dequantize_fp8(c, s, dtype) for c, s in halves])
 
-    def down(self, expert, dtype):
+    def down_matrix(self, expert, dtype):
         return dequantize_fp8(self.down_proj[expert], self.down_proj_scale_inv[expert], dtype)
 
 
@@ -123,13 +121,8 @@ class Fp4Experts(StoredExperts):
             torch.empty(e, rows, columns // FP4_GROUP, dtype=torch.float8_e8m0fnu),
         )
 
-    def gate_up(self, expert, dtype):
+    def gate_up_matrix(self, expert, dtype):
         return dequantize_fp4(self.gate_up_proj[expert], self.gate_up_proj_scale_inv[expert], dtype)
 
-    def down(self, expert, dtype):
+    def down_matrix(self, expert, dtype):
         return dequantize_fp4(self.down_proj[expert], self.down_proj_scale_inv[expert], dtype)
-
-
-def _in_slots(x: Tensor, order: Tensor, indices: Tensor) -> Tensor:
-    """Rows of x sorted by expert -> [b s k width]."""
-    return slots_in_order(x, order).unflatten(0, indices.shape)

@@ -1,34 +1,40 @@
-"""Generation: a prefill and one forward for each further token, with hooks live in every step.
+"""Generation: a prefill, then one forward for each further token, with hooks live in every step.
 
-n new tokens are n forwards: the last token is chosen and not fed. Hooks read `hook.step` (0 in the prefill, then 1, 2, ...) and
-`hook.positions`. Axes: b row, s column.
+n new tokens are n forwards: the last one chosen is not fed. Hooks read `hook.step` (0 in the
+prefill, then 1, 2, ...) and `hook.positions`. Axes: b row, s column.
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from dsv4.inputs import resolve
+from dsv4 import budget
+from dsv4.activation_cache import ActivationCache
+from dsv4.inputs import Input, Inputs, resolve
+from dsv4.kv_cache import KVCache
 from dsv4.sampling import Sampling, choose, penalise
+from dsv4.stage import BEHIND_KEEP
 from dsv4.steps import StepCaptures
 
-CONFIG = object()
+AUTO = "auto"
+GENERATION_CONFIG = "generation_config.json"
 
 
 class Generating:
     """Mixed into the model."""
 
-    generation_config: dict[str, Any] = {}
+    generation_config: Mapping[str, Any] = MappingProxyType({})
 
     def generate(
         self,
-        input=None,
+        input: Input = None,
         max_new_tokens: int = 16,
         *,
         attention_mask: Tensor | None = None,
@@ -38,185 +44,280 @@ class Generating:
         min_p: float | None = None,
         seed: int | Sequence[int] | None = None,
         repetition_penalty: float = 1.0,
-        eos_token_id: Any = CONFIG,
+        eos_token_id: int | Sequence[int] | str | None = AUTO,
         stop: str | Sequence[str] = (),
-        kv_cache=None,
+        kv_cache: KVCache | None = None,
         progress: bool = False,
         names=None,
-        device=None,
         align: bool = False,
-    ):
-        """Continue each row by up to max_new_tokens tokens; greedy unless a sampling keyword is given.
+        device=None,
+        max_bytes: int | str | None = AUTO,
+    ) -> Tensor | str | list[str] | tuple[Tensor | str | list[str], ActivationCache]:
+        """Continue each row by up to max_new_tokens tokens; greedy unless sampling is asked for.
 
         Args:
-            input, attention_mask: as for calling the model; rows may differ in length.
-            temperature, top_k, top_p, min_p, repetition_penalty: see dsv4.sampling. 0 or None is greedy.
-            seed: an int (row r draws from seed + r) or one for each row; a row's sample does not depend on its neighbours.
-            eos_token_id: id or ids that end a row; default the generation config's, else the config's; None never stops.
-            stop: strings that end a row once its new text holds one, also across token borders (needs a tokenizer).
-            kv_cache: continue from it; it holds all but the last token afterwards. Default: a new one.
-            names: also return the values of the run (see below). align: put values with a key or entry axis on the full run's axes.
+            input, attention_mask: as for calling the model. Rows may differ in length: lists and
+                texts are padded at the left, tensors stay as they are.
+            temperature, top_k, top_p, min_p: see `dsv4.sampling`; 0 or None is greedy.
+            seed: an int (row r draws from seed + r), or one for each row.
+            repetition_penalty: for tokens of the input and new ones; 1 is none.
+            eos_token_id: id or ids that end a row. "auto": generation_config.json's, else the
+                config's. None: nothing ends a row but max_new_tokens and `stop`.
+            stop: strings that end a row when its new text holds one, also across token borders.
+            kv_cache: go on from it; afterwards it holds every token but each row's last. A row
+                that has ended does not grow in it. Default: a new one.
             progress: show a bar.
+            names, device, max_bytes: capture values, as for `run_with_cache`.
+            align: put values with a key or entry axis on the axes of the whole run.
         Returns:
-            ids [b, prompt + new] including the prompt, the rows that have ended filled with eos; for text the continuation as text
-            (a list for a list), which ends with the stop string. With names, (that, ActivationCache): captures over
-            prompt + new - 1 positions, equal to a forward over ids[:, :-1]; values with a key or entry axis are a list, one per step,
-            unless align=True.
+            ids [b, prompt + new] with the prompt; a row that has ended is filled with eos, and no
+            step is made once all have. For text the continuation as text (a list for a list): up
+            to and with the stop string, without eos.
+            With names (that, ActivationCache): the values of a forward over ids[:, :-1]. Those with
+            a key or entry axis are a list, one tensor a step; with align=True one tensor that holds
+            zeros (scores -inf, selections -1) where a step had no such key or entry. So aligned
+            indexer_head_scores are 0 for entries that had not been closed. Tokens that kv_cache
+            held before are not in it.
         """
-        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-        run = _Run(self, input, max_new_tokens, attention_mask, sampling, eos_token_id, stop, kv_cache)
-        with StepCaptures(self, names, device=device, align=align) as captures:
-            for _ in tqdm(run.steps(captures), total=max_new_tokens, desc="generating", disable=not progress):
+        sampling = Sampling(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            repetition_penalty=repetition_penalty,
+        )
+        ends = _Ends.of(self, eos_token_id, stop)
+        run = _Run(self, input, attention_mask, max_new_tokens, sampling, ends, kv_cache)
+        if names is None:
+            for _ in tqdm(run.steps(), "generating", max_new_tokens, disable=not progress):
                 pass
-        result = run.texts() if run.inputs.is_text else run.ids
-        return result if names is None else (result, captures.result(run.mask))
+            return run.result()
+        with self.stage.reserve():
+            chosen = self.match_names(names)
+            run.keeps_logits = any(name in BEHIND_KEEP for name in chosen)
+            _check_budget(self, chosen, run, device, max_bytes)
+            captures = StepCaptures(self, chosen, device=device)
+            with captures.attached():
+                for _ in tqdm(run.steps(), "generating", max_new_tokens, disable=not progress):
+                    pass
+            return run.result(), captures.result(align)
 
-    def generate_stream(self, input=None, max_new_tokens: int = 16, *, attention_mask=None, eos_token_id=CONFIG, stop=(), kv_cache=None,
-                        **sampling) -> Iterator:
-        """As `generate`, yielding each step as it is made: the new tokens [b], or for text the new piece of each row (str, or a list).
+    def generate_stream(
+        self,
+        input: Input = None,
+        max_new_tokens: int = 16,
+        *,
+        attention_mask: Tensor | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        seed: int | Sequence[int] | None = None,
+        repetition_penalty: float = 1.0,
+        eos_token_id: int | Sequence[int] | str | None = AUTO,
+        stop: str | Sequence[str] = (),
+        kv_cache: KVCache | None = None,
+    ) -> Iterator[Tensor] | Iterator[str] | Iterator[list[str]]:
+        """As `generate`, step by step: yields the new tokens [b], eos for a row that has ended.
 
-        A row that has ended yields eos, or "".
+        For text the new piece of text (a list for a list), "" for a row that has ended or whose
+        token is only a part of a character. The pieces together are what `generate` returns.
         """
-        run = _Run(self, input, max_new_tokens, attention_mask, Sampling(**sampling), eos_token_id, stop, kv_cache)
-        said = [""] * run.rows
-        for token in run.steps(None):
-            if not run.inputs.is_text:
-                yield token
-                continue
-            texts = run.row_texts()
-            # A token that ends inside a character shows as U+FFFD until the rest has come.
-            whole = [t if run.ended[r] or not t.endswith("\ufffd") else said[r] for r, t in enumerate(texts)]
-            pieces = [t[len(old) :] for t, old in zip(whole, said, strict=True)]
-            said = whole
-            yield pieces if run.inputs.is_text_list else pieces[0]
+        sampling = Sampling(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            repetition_penalty=repetition_penalty,
+        )
+        ends = _Ends.of(self, eos_token_id, stop)
+        run = _Run(self, input, attention_mask, max_new_tokens, sampling, ends, kv_cache)
+        return run.pieces() if run.inputs.is_text else run.steps()
 
 
-@dataclass
+@dataclass(frozen=True)
+class _Ends:
+    """What ends a row, and the id that fills it up afterwards."""
+
+    eos: tuple[int, ...]
+    stop: tuple[str, ...]
+    fill: int
+
+    @classmethod
+    def of(cls, model, eos: int | Sequence[int] | str | None, stop: str | Sequence[str]) -> "_Ends":
+        named = _ids(model.generation_config.get("eos_token_id", model.config.eos_token_id))
+        usual = [i for i in named if i < model.vocab_size]
+        ids = usual if isinstance(eos, str) and eos == AUTO else _ids(eos)
+        for i in ids:
+            if not 0 <= i < model.vocab_size:
+                raise ValueError(f"eos_token_id {i}: expected 0 <= id < {model.vocab_size}")
+        strings = (stop,) if isinstance(stop, str) else tuple(stop)
+        if not all(isinstance(string, str) and string for string in strings):
+            raise ValueError(f"stop={stop!r}: expected a non-empty string, or several")
+        if strings:
+            # Without a tokenizer this raises.
+            model.to_string([0])
+        fill = next(iter([*ids, *usual]), model.config.pad_token_id or 0)
+        return cls(tuple(ids), strings, fill)
+
+
 class _Run:
     """One generation in progress."""
 
-    model: Any
-    input: Any
-    budget: int
-    attention_mask: Any
-    sampling: Sampling
-    eos: Any
-    stop: Any
-    kv: Any
-    new: list[Tensor] = field(default_factory=list)
-
-    def __post_init__(self):
-        model = self.model
-        if isinstance(self.budget, bool) or not isinstance(self.budget, int) or self.budget < 0:
-            raise ValueError(f"max_new_tokens={self.budget!r}: expected an int >= 0")
-        past = None if self.kv is None else self.kv.length.tolist()
-        self.inputs = resolve(model, self.input, attention_mask=self.attention_mask, past=past)
-        self.rows = self.inputs.size[0]
-        self.eos = _ids(model, self.eos)
-        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop)
-        if self.stop and (any(not isinstance(s, str) or not s for s in self.stop)):
-            raise ValueError(f"stop={self.stop!r}: expected non-empty strings")
-        if self.stop:
-            model.to_string([0])
-        self.generators = self.sampling.generators(self.rows)
-        self.prompt, self.prompt_mask = self.inputs.ids, self.inputs.valid
-        if bool((self.prompt_mask.sum(1) == 0).any()) and (past is None or 0 in past):
-            raise ValueError("a row without a single token has nothing to continue")
+    def __init__(
+        self,
+        model,
+        input: Input,
+        attention_mask: Tensor | None,
+        limit: int,
+        sampling: Sampling,
+        ends: _Ends,
+        kv: KVCache | None,
+    ):
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
+            raise ValueError(f"max_new_tokens={limit!r}: expected an int >= 0")
+        self.model, self.limit, self.sampling, self.ends = model, limit, sampling, ends
+        past = None if kv is None else kv.length.tolist()
+        self.inputs = resolve(model, input, attention_mask=attention_mask, past=past)
+        if attention_mask is None:
+            self.inputs = _at_the_left(self.inputs)
+        self.rows, self.longest = self.inputs.size[0], int(self.inputs.valid.sum(1).max())
+        self._check(kv)
+        self.kv = kv
+        self.generators = sampling.generators(self.rows)
+        self.keeps_logits = False
         self.ended = [False] * self.rows
+        # Of each row: its new tokens, and its text as far as it may be shown.
         self.produced: list[list[int]] = [[] for _ in range(self.rows)]
-        self.fed: list[Tensor] = []
+        self.texts = [""] * self.rows
+        self.new: list[Tensor] = []
 
-    def steps(self, captures: StepCaptures | None) -> Iterator[Tensor]:
-        """Yield the new token of each row [b], as often as there are new columns."""
-        if self.budget == 0:
+    def _check(self, kv: KVCache | None) -> None:
+        counts = self.inputs.valid.sum(1).tolist()
+        if 0 in counts:
+            raise ValueError(f"row {counts.index(0)} has no token to continue from; give it one")
+        if kv is None:
             return
-        model = self.model
-        counts = self.prompt_mask.sum(1)
-        if self.kv is None:
-            longest = int(counts.max()) + self.budget
-            self.kv = model.new_kv_cache(self.rows, longest, rewind=0)
-        seen = torch.zeros(self.rows, model.vocab_size, dtype=torch.bool, device=model.device)
-        rows = torch.arange(self.rows, device=model.device).unsqueeze(1).expand_as(self.prompt)
-        seen[rows[self.prompt_mask], self.prompt[self.prompt_mask]] = True
-        ids, mask = self.prompt, self.prompt_mask
-        for step in range(self.budget):
-            with torch.no_grad():
-                logits = self.forward(ids, mask, step, captures)
-                if self.sampling.repetition_penalty != 1.0:
-                    logits = penalise(logits, seen, self.sampling.repetition_penalty)
-                token = choose(logits, self.sampling, self.generators)
-            fill = self.eos[0] if self.eos else self.model.config.pad_token_id or 0
+        kv.admit(self.model, self.inputs, partial=bool(self.model.skipped))
+        for r, (held, count) in enumerate(zip(kv.length.tolist(), counts, strict=True)):
+            needed = held + count + max(self.limit - 1, 0)
+            if needed > kv.max_length:
+                raise ValueError(
+                    f"row {r} may come to {needed} tokens; the KV cache has "
+                    f"max_length={kv.max_length}: build a longer one, or ask for fewer new tokens"
+                )
+
+    def steps(self) -> Iterator[Tensor]:
+        """The new token of each row [b], until all have ended."""
+        model, penalty = self.model, self.sampling.repetition_penalty
+        ids, mask = self.inputs.ids, self.inputs.valid
+        if self.kv is None and self.limit:
+            self.kv = model.new_kv_cache(self.rows, self.longest + self.limit, rewind=0)
+        seen = None
+        for step in range(self.limit):
+            logits = self._forward(ids, mask, step)
+            if penalty != 1:
+                seen = _seen(seen, ids, mask, logits)
+                logits = penalise(logits, seen, penalty)
+            token = choose(logits, self.sampling, self.generators)
             ended = torch.tensor(self.ended, device=token.device)
-            token = torch.where(ended, torch.full_like(token, fill), token)
-            mask = ~ended.unsqueeze(1)
-            self.fed.append(mask)
-            seen = seen.scatter(1, token.unsqueeze(1), mask | seen.gather(1, token.unsqueeze(1)))
-            self.note(token)
-            ids = token.unsqueeze(1)
-            self.new.append(ids)
+            token = token.masked_fill(ended, self.ends.fill)
+            self._note(token.tolist())
+            self.new.append(token)
             yield token
             if all(self.ended):
                 return
+            ids = token.unsqueeze(1)
+            mask = ~torch.tensor(self.ended, device=token.device).unsqueeze(1)
 
-    def forward(self, ids: Tensor, mask: Tensor, step: int, captures: StepCaptures | None) -> Tensor:
+    def _forward(self, ids: Tensor, mask: Tensor, step: int) -> Tensor:
         """[b vocab]: logits at each row's last token."""
         stage = self.model.stage
         before, stage.step = stage.step, step
+        keep = None if self.keeps_logits else 1
         try:
-            logits = self.model(ids, attention_mask=mask, kv_cache=self.kv, logits_to_keep=1 if captures is None or captures.idle else None)
-            if captures is not None:
-                captures.step_done()
+            with torch.no_grad():
+                logits = self.model(ids, attention_mask=mask, kv_cache=self.kv, logits_to_keep=keep)
         finally:
             stage.step = before
-        if logits.shape[1] == 1:
-            return logits[:, 0]
-        columns = torch.arange(mask.shape[1], device=mask.device)
-        last = torch.where(mask, columns, 0).amax(1)
-        return logits.gather(1, last.view(-1, 1, 1).expand(-1, 1, logits.shape[-1]))[:, 0]
+        columns = torch.arange(logits.shape[1], device=logits.device)
+        last = torch.where(mask, columns, 0).amax(1) if self.keeps_logits else columns
+        return logits[torch.arange(self.rows, device=logits.device), last]
 
-    def note(self, token: Tensor) -> None:
-        """Record the new tokens and which rows have ended."""
-        for r, t in enumerate(token.tolist()):
+    def _note(self, tokens: list[int]) -> None:
+        """Record the new tokens, the text they make, and which rows they end."""
+        for r, token in enumerate(tokens):
             if self.ended[r]:
                 continue
-            self.produced[r].append(t)
-            self.ended[r] = t in self.eos or (bool(self.stop) and self.stops(r))
+            self.produced[r].append(token)
+            self.ended[r] = token in self.ends.eos
+            if self.inputs.is_text or self.ends.stop:
+                self._read(r)
 
-    def stops(self, r: int) -> bool:
-        text = self.model.to_string(self.produced[r])
-        return any(s in text for s in self.stop)
+    def _read(self, r: int) -> None:
+        row = [token for token in self.produced[r] if token not in self.ends.eos]
+        text = self.model.to_string(row) if row else ""
+        stops = [at + len(s) for s in self.ends.stop if (at := text.find(s)) >= 0]
+        if stops:
+            self.ended[r], text = True, text[: min(stops)]
+        is_last = self.ended[r] or len(self.produced[r]) == self.limit
+        # A token that ends inside a character shows as U+FFFD until the rest has come.
+        if is_last or not text.endswith("\ufffd"):
+            self.texts[r] = text
 
-    @property
-    def ids(self) -> Tensor:
-        return torch.cat([self.prompt, *self.new], dim=1)
+    def pieces(self) -> Iterator[str] | Iterator[list[str]]:
+        """What each step adds to the text of each row."""
+        said = [""] * self.rows
+        for _ in self.steps():
+            new = [text[len(old) :] for text, old in zip(self.texts, said, strict=True)]
+            said = list(self.texts)
+            yield new if self.inputs.is_text_list else new[0]
 
-    @property
-    def mask(self) -> Tensor:
-        """[b, prompt + new] bool: prompt tokens and new tokens of rows that had not ended."""
-        return torch.cat([self.prompt_mask, *self.fed], dim=1)
-
-    def row_texts(self) -> list[str]:
-        kept = [[t for t in row if t not in self.eos] for row in self.produced]
-        return [self.model.to_string(row) if row else "" for row in kept]
-
-    def texts(self) -> str | list[str]:
-        texts = self.row_texts()
-        return texts if self.inputs.is_text_list else texts[0]
+    def result(self) -> Tensor | str | list[str]:
+        if self.inputs.is_text:
+            return self.texts if self.inputs.is_text_list else self.texts[0]
+        return torch.cat([self.inputs.ids, *[token.unsqueeze(1) for token in self.new]], dim=1)
 
 
-def _ids(model, eos) -> list[int]:
-    if eos is CONFIG:
-        eos = model.generation_config.get("eos_token_id", model.config.eos_token_id)
-    if eos is None:
-        return []
-    ids = [eos] if isinstance(eos, int) else [int(i) for i in eos]
+def _at_the_left(inputs: Inputs) -> Inputs:
+    """Rows of unequal length, padded at the right by `resolve`, with their padding at the left."""
+    valid = inputs.valid
+    shift = valid.shape[1] - valid.sum(1, keepdim=True)
+    column = torch.arange(valid.shape[1], device=valid.device) - shift
+    ids = inputs.ids.gather(1, column % valid.shape[1])
+    return Inputs(ids, column >= 0, None, inputs.is_text, inputs.is_text_list)
+
+
+def _seen(seen: Tensor | None, ids: Tensor, mask: Tensor, logits: Tensor) -> Tensor:
+    """[b vocab] bool: tokens seen before, and those of this call."""
+    if seen is None:
+        seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+    rows = torch.arange(len(ids), device=ids.device).unsqueeze(1).expand_as(ids)
+    return seen.index_put((rows[mask], ids[mask]), torch.tensor(True, device=ids.device))
+
+
+def _ids(eos: int | Sequence[int] | None) -> list[int]:
+    given = eos.tolist() if hasattr(eos, "tolist") else eos
+    ids = [] if given is None else [given] if isinstance(given, int | str) else list(given)
     for i in ids:
-        if not 0 <= i < model.vocab_size:
-            raise ValueError(f"eos_token_id {i} is outside the vocabulary: expected 0 <= id < {model.vocab_size}")
+        if isinstance(i, bool) or not isinstance(i, int):
+            raise ValueError(f"eos_token_id={eos!r}: expected an id, several, or None")
     return ids
+
+
+def _check_budget(model, names: list[str], run: _Run, device, max_bytes: int | str | None) -> None:
+    where = torch.device(device or model.device)
+    limit = budget.default_limit(where) if max_bytes == AUTO else max_bytes
+    if limit is not None and run.limit:
+        past = 0 if run.kv is None else max(run.kv.length.tolist())
+        tokens = run.inputs.size[1] + run.limit - 1
+        sizes = budget.sizes(model.config, names, model.dtype, run.rows, tokens, past=past)
+        budget.check(sizes, limit)
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
     """generation_config.json of a checkpoint folder, {} when there is none."""
-    path = Path(folder) / "generation_config.json"
+    path = Path(folder) / GENERATION_CONFIG
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -2,8 +2,8 @@
 the tokens arrive.
 
 Per block: the window's rotated keys; on compressed blocks every entry and the unpooled projections
-of the windows that are still open, the compressor's and the indexer's. All of it stands by its place
-in the row, so rows may differ in length.
+of the windows that are still open, the compressor's and the indexer's. All of it is kept by its
+place in the row, so rows may differ in length.
 
 A forward writes only behind what is committed, and committing is one assignment: whatever raises
 before it leaves the cache as it was. What is stored is detached: gradients stop at the cache.
@@ -58,9 +58,8 @@ class TokenSlot:
     def advanced(self, call: Call, floor: Sequence[int]) -> Tape:
         """The tape after the call."""
         tape, rows = self.cache.state.tapes[self.number], call.host
-        oldest = [
-            max(lowest - self.keep, held, 0) for lowest, held in zip(floor, tape.lowest, strict=True)
-        ]
+        pairs = zip(floor, tape.lowest, strict=True)
+        oldest = [max(least - self.keep, held, 0) for least, held in pairs]
         return tape.append(
             self.pending, rows.start, rows.past, rows.length, oldest, self.cache.max_length
         )
@@ -144,16 +143,12 @@ class KVCache:
         rewind: tokens that can be cut off again. 0 keeps the window and the open windows, r keeps r
             tokens more, None everything: `truncate` is then exact at any length.
 
-    Bytes on V4-Flash in bfloat16 (21 CSA, 20 HCA and 2 sliding blocks), for each row:
-
-    | rewind | per token | constant |
-    |---|---|---|
-    | 0 | 6,880: entries, (512 + 128) * 2 / 4 on a CSA block, 512 * 2 / 128 on an HCA block | 17.5 MB |
-    | r | 6,880 | 17.5 MB + r * 340,992 |
-    | None | 347,872: also 1,024 on each block for the key and float32 projections, 10,240 on a CSA
-      block, 4,096 on an HCA block | 0 |
-
-    Spare columns come on top: 32 tokens and 32 entries, or an eighth of what is held.
+    Bytes on V4-Flash in bfloat16 (21 CSA, 20 HCA, 2 sliding blocks), for each row: 6,880 per token
+    of entries, (512 + 128) * 2 / 4 on a CSA block and 512 * 2 / 128 on an HCA block. With rewind=0
+    17.5 MB more, however long the row; with rewind=r those and 340,992 for each of r tokens (1,024
+    on every block for the key; float32 projections, 10,240 on a CSA block, 4,096 on an HCA block).
+    With rewind=None 347,872 per token and nothing else. Spare columns come on top: 32 tokens and 32
+    entries, or an eighth of what is held.
     """
 
     def __init__(
@@ -218,12 +213,13 @@ class KVCache:
         for r, (new, held, floor) in enumerate(zip(wanted, length, self.state.floor, strict=True)):
             if not 0 <= new <= held:
                 raise ValueError(
-                    f"truncate: row {r} cannot be cut to {new}: expected 0 <= n <= {held}, its length"
+                    f"truncate: row {r} holds {held} tokens and cannot be cut to {new}; "
+                    f"expected 0 <= n <= {held}"
                 )
             if new < floor:
                 raise ValueError(
-                    f"truncate: row {r} cannot be cut to {new}: it holds {held} tokens and "
-                    f"rewind={self.rewind} keeps what lengths from {floor} on need; build the cache "
+                    f"truncate: row {r} holds {held} tokens and cannot be cut to {new}: with "
+                    f"rewind={self.rewind} it goes back to {floor} at the furthest; build the cache "
                     "with a larger rewind, or None"
                 )
         self.state = replace(self.state, length=tuple(wanted))

@@ -3,14 +3,14 @@
 Mixed into the model. The converter is imported when it is asked for: the model can be read and run without it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from dsv4 import initialize
+from dsv4 import chat, initialize
 from dsv4.config import Dsv4Config
 from dsv4.text import Tokenizer
 
@@ -102,6 +102,14 @@ class Loading:
     def to_tokens(self, text: str | list[str], prepend_bos: bool = False) -> Tensor:
         """Text or texts -> ids [b, s] on the model's device, padded at the right; no BOS unless asked."""
         return self.tokenizer.to_tokens(text, prepend_bos=prepend_bos).to(self.device)
+
+    def to_chat_tokens(self, messages: Sequence[chat.Message], thinking: bool = False, *, tools=None, effort=None) -> Tensor:
+        """A conversation -> ids [1, s] on the model's device, up to where the answer has to begin (see `dsv4.chat`).
+
+        messages: {"role": "system" | "user" | "assistant", "content": str, "reasoning_content": str}; earlier reasoning is left out.
+        tools and effort: NotImplementedError.
+        """
+        return chat.to_chat_tokens(self.tokenizer, messages, thinking, tools=tools, effort=effort).to(self.device)
 
     def to_string(self, ids) -> str | list[str]:
         """Ids -> text; a batch gives a list."""

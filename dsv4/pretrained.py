@@ -106,7 +106,7 @@ def dequantize(model):
     for name, module in list(model.named_modules()):
         if isinstance(module, StoredExperts):
             dense: nn.Module = _empty(lambda: Experts(model.config))
-            banks = {"gate_up_proj": module.gate_up, "down_proj": module.down}
+            banks = {"gate_up_proj": module.gate_up_matrix, "down_proj": module.down_matrix}
             for leaf, decode in banks.items():
                 matrices = [decode(e, model.dtype) for e in range(module.num_experts)]
                 setattr(dense, leaf, nn.Parameter(torch.stack(matrices)))

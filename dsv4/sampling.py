@@ -1,20 +1,28 @@
-"""Choosing the next token of each row from its logits.
+"""Choosing each row's next token from its logits.
 
-temperature divides the logits; top_k, top_p and min_p keep the k best, the smallest set with probability p, and those with at least
-min_p times the best's probability, in this order; the rest is renormalised. Draws come from a generator for each row, so that a row's
-sample does not depend on its neighbours. Axes: b row, vocab.
+Filters work one after the other on what the one before left: temperature divides the logits; top_k
+keeps the k best and what ties with the last of them; top_p the fewest tokens, best first, whose
+probability together reaches p; min_p those with at least min_p times the best's probability. What
+is left is sampled with a generator for each row, so that no row depends on its neighbours.
+Axes: b row, vocab.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to choose. temperature None or 0 with no other field set is greedy; another field set alone samples at temperature 1."""
+    """How to choose.
+
+    Greedy with temperature 0, or None with no filter given; a filter given alone samples at
+    temperature 1. `seed`: an int (row r draws from seed + r), or one int for each row; None draws
+    seeds from PyTorch's global generator.
+    """
 
     temperature: float | None = None
     top_k: int | None = None
@@ -23,64 +31,96 @@ class Sampling:
     repetition_penalty: float = 1.0
     seed: int | Sequence[int] | None = None
 
-    def __post_init__(self):
-        _check("temperature", self.temperature, lambda t: t >= 0, "a number >= 0")
-        _check("top_k", self.top_k, lambda k: k >= 1 and float(k).is_integer(), "a count >= 1")
+    def __post_init__(self) -> None:
+        _check("temperature", self.temperature, lambda t: 0 <= t < float("inf"), "a number >= 0")
+        _check("top_k", self.top_k, lambda k: k >= 1 and k == int(k), "a count >= 1")
         _check("top_p", self.top_p, lambda p: 0 < p <= 1, "0 < top_p <= 1")
         _check("min_p", self.min_p, lambda p: 0 <= p <= 1, "0 <= min_p <= 1")
+        if self.repetition_penalty is None:
+            raise ValueError("repetition_penalty=None: expected a number > 0; 1 leaves it out")
         _check("repetition_penalty", self.repetition_penalty, lambda p: p > 0, "a number > 0")
 
     @property
-    def greedy(self) -> bool:
+    def is_greedy(self) -> bool:
         if self.temperature is None:
             return self.top_k is None and self.top_p is None and self.min_p is None
         return self.temperature == 0
 
     def generators(self, rows: int) -> list[torch.Generator]:
-        """One for each row: an int seed gives row r seed + r, a sequence gives each row its own."""
+        """One generator for each row, on the CPU whatever the model's device."""
         if self.seed is None:
             seeds = torch.randint(0, 2**62, (rows,), device="cpu").tolist()
-        elif isinstance(self.seed, int):
-            seeds = [self.seed + r for r in range(rows)]
+        elif _is_int(self.seed):
+            seeds = [int(self.seed) + r for r in range(rows)]
         else:
-            seeds = [int(s) for s in self.seed]
-        if len(seeds) != rows:
-            raise ValueError(f"seed gives {len(seeds)} numbers for {rows} rows; pass one int, or one for each row")
-        return [torch.Generator(device="cpu").manual_seed(s) for s in seeds]
+            given = self.seed.tolist() if hasattr(self.seed, "tolist") else self.seed
+            seeds = list(given) if hasattr(given, "__iter__") else []
+            if not seeds or not all(map(_is_int, seeds)):
+                raise ValueError(f"seed={self.seed!r}: expected an int, or one int for each row")
+            if len(seeds) != rows:
+                raise ValueError(
+                    f"seed gives {len(seeds)} numbers for {rows} rows; pass one int, or one each"
+                )
+        return [torch.Generator(device="cpu").manual_seed(int(seed)) for seed in seeds]
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """logits [b vocab], seen [b vocab] bool -> logits of seen tokens divided by the penalty where positive, multiplied where negative."""
-    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    """logits [b vocab], seen [b vocab] bool -> logits of seen tokens made smaller (penalty > 1):
+    divided by the penalty where positive, multiplied by it where negative.
+    """
+    smaller = torch.where(logits > 0, logits / penalty, logits * penalty)
+    return torch.where(seen, smaller, logits)
 
 
-def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """[b vocab] float32 -> [b vocab], zero outside what the filters keep."""
-    scaled = logits.float() / (1.0 if sampling.temperature is None else sampling.temperature)
-    ordered, order = torch.sort(scaled, dim=-1, descending=True, stable=True)
-    if sampling.top_k is not None:
-        ordered[..., int(sampling.top_k) :] = float("-inf")
-    chance = ordered.softmax(-1)
-    if sampling.top_p is not None:
-        before = chance.cumsum(-1) - chance
-        chance = chance.masked_fill(before >= sampling.top_p, 0.0)
+def keep_likely(logits: Tensor, sampling: Sampling) -> Tensor:
+    """logits [b vocab] -> float64 [b vocab], over the temperature; -inf where filtered out."""
+    temperature = 1.0 if sampling.temperature is None else sampling.temperature
+    ordered, order = torch.sort(logits.double() / temperature, dim=-1, descending=True, stable=True)
+    if sampling.top_k is not None and sampling.top_k < ordered.shape[-1]:
+        last = ordered[..., int(sampling.top_k) - 1, None]
+        ordered = ordered.masked_fill(ordered < last, -torch.inf)
+    if sampling.top_p is not None and sampling.top_p < 1:
+        chances = ordered.softmax(-1)
+        better = chances.cumsum(-1) - chances
+        # The best has none before it, whatever rounding says.
+        better[..., 0] = 0
+        ordered = ordered.masked_fill(better >= sampling.top_p, -torch.inf)
     if sampling.min_p is not None:
-        chance = chance.masked_fill(chance < sampling.min_p * chance[..., :1], 0.0)
-    return torch.zeros_like(chance).scatter(-1, order, chance / chance.sum(-1, keepdim=True))
+        chances = ordered.softmax(-1)
+        ordered = ordered.masked_fill(chances < sampling.min_p * chances[..., :1], -torch.inf)
+    return torch.empty_like(ordered).scatter_(-1, order, ordered)
 
 
-def choose(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]) -> Tensor:
-    """logits [b vocab] -> next token of each row [b] int64 on the logits' device."""
-    if sampling.greedy:
-        return logits.argmax(-1)
-    chances = probabilities(logits, sampling).double().cpu()
-    draws = torch.stack([torch.rand(1, generator=g, dtype=torch.float64, device="cpu") for g in generators])
-    ladder = chances.cumsum(-1)
-    picked = torch.searchsorted(ladder, draws * ladder[:, -1:], right=True).squeeze(-1)
-    last = chances.shape[-1] - 1 - (chances.flip(-1) > 0).long().argmax(-1)
-    return torch.minimum(picked, last).to(logits.device)
+def choose(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
+    """logits [b vocab] -> next token of each row [b] int64 on the logits' device.
+
+    Greedy is the best, of equals the lowest. ValueError where a row's logits are NaN or all -inf.
+    """
+    best = logits.amax(-1)
+    if bool((best.isnan() | (best == -torch.inf)).any()):
+        row = int((best.isnan() | (best == -torch.inf)).nonzero()[0])
+        raise ValueError(f"row {row} has nothing to choose from: its logits are NaN or all -inf")
+    if sampling.is_greedy:
+        return (logits == best.unsqueeze(-1)).int().argmax(-1)
+    ladder = keep_likely(logits, sampling).cpu().softmax(-1).cumsum(-1)
+    draws = [torch.rand(1, generator=g, dtype=torch.float64, device="cpu") for g in generators]
+    # A draw is below 1, so that no token without probability is reached: the last step of the
+    # ladder is the first to stand at its top.
+    top = ladder[:, -1:]
+    return (
+        torch.searchsorted(ladder, torch.stack(draws) * top, right=True).squeeze(-1).to(best.device)
+    )
+
+
+def _is_int(value: Any) -> bool:
+    return (
+        hasattr(value, "__index__")
+        and not isinstance(value, bool)
+        and not getattr(value, "ndim", 0)
+    )
 
 
 def _check(name: str, value, holds, expected: str) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not holds(value)):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (is_number and holds(value)):
         raise ValueError(f"{name}={value!r}: expected {expected}")

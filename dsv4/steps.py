@@ -161,7 +161,9 @@ class Whole:
         out = parts[0].new_zeros(rows, total + 1, *rest)
         for part, call in zip(parts, self.calls, strict=True):
             windows = call.windows[kind]
-            number = windows.before.unsqueeze(1) + torch.arange(windows.new, device=call.past.device)
+            number = windows.before.unsqueeze(1) + torch.arange(
+                windows.new, device=call.past.device
+            )
             index = number.masked_fill(~windows.filled, total).to(part.device)
             index = index.view(*index.shape, *[1] * len(rest)).expand(part.shape)
             out = out.scatter(1, index, part)

@@ -1,7 +1,7 @@
-"""Tapes: what a KVCache keeps of one value, by row and number (the token's or the entry's place in its row).
+"""Tapes: what a KVCache keeps of one value, by row and number: the token's or the entry's place.
 
-A tape is never changed where anything is committed: appending writes behind it, in place where there
-is room, else in a new tape. So whoever holds the older tape still reads what it read before.
+A tape is never changed where anything is committed: appending writes behind that, in place where
+there is room, else in a new tape. So whoever holds the older tape reads what it read before.
 Axes: b row, n number, width.
 """
 
@@ -43,7 +43,7 @@ class Tape:
 
     @property
     def edge(self) -> int:
-        """The first number that the rows hold each for themselves, where some are shared; else 0."""
+        """Where shared numbers end and each row holds its own; 0 where none are shared."""
         return 0 if self.shared is None else self.origin + self.shared.shape[1]
 
     @property
@@ -58,7 +58,8 @@ class Tape:
             return self.held[:, starts[0] : starts[0] + count]
         device = self.held.device
         steps = torch.arange(count, device=device)
-        place, number = (torch.tensor(x, device=device).unsqueeze(1) + steps for x in (starts, begin))
+        place = torch.tensor(starts, device=device).unsqueeze(1) + steps
+        number = torch.tensor(begin, device=device).unsqueeze(1) + steps
         own = self.held
         if own.shape[1] == 0:
             own = own.new_zeros(own.shape[0], 1, own.shape[2])
@@ -83,7 +84,7 @@ class Tape:
         return Tape(self.held.index_select(0, index), first, self.shared, self.origin)
 
     def share(self, rows: int, edge: int, end: int) -> "Tape":
-        """One row -> `rows` rows that share its numbers before `edge` and copy those up to `end`."""
+        """One row -> `rows` that share its numbers before `edge` and copy those up to `end`."""
         low = self.lowest[0]
         if edge <= low:
             return self.select([0] * rows)

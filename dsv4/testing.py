@@ -39,6 +39,7 @@ LIMITS: Mapping[str, Limit] = {
     "far prefix": Limit(relative=1e-5),
     # float64 against an independent definition in float64
     "float64": Limit(relative=1e-12),
+    "float64 gradient": Limit(relative=1e-10),
     # float32 of one op against its float64 definition
     "float32 op": Limit(relative=2e-6),
     "float32 op gradient": Limit(relative=1e-5),

@@ -1,4 +1,5 @@
-"""Ways of feeding tokens into a KVCache, and what every value of each call has to be: a slice of the row's run alone.
+"""Ways of feeding tokens into a KVCache, and what each value of each call has to be: a slice of what
+the row alone gives in one call.
 
 Axes: b row, s column of the call, k key, e entry.
 """
@@ -21,7 +22,7 @@ FILLER = 1
 
 @dataclass(frozen=True)
 class Feed:
-    """One call: for each row how many of its next tokens it gets and from which column on; the call's width."""
+    """One call: how many of its next tokens each row gets, from which column on; how wide it is."""
 
     counts: tuple[int, ...]
     columns: tuple[int, ...]
@@ -33,7 +34,7 @@ class Feed:
 
 
 def draw_feeds(draw: random.Random, lengths: Sequence[int], most: int | None = None) -> list[Feed]:
-    """Any way to feed rows of these lengths: pieces of 0 to `most` tokens, padded left or right, some wider than needed."""
+    """Any way to feed rows of these lengths: pieces of 0 to `most` tokens, padded left or right."""
     left, feeds = list(lengths), []
     while any(left):
         limit = draw.choice((1, 2, 4, 9, 33, max(lengths))) if most is None else most
@@ -59,9 +60,10 @@ def batch_of(rows: Sequence[Tensor], starts: Sequence[int], feed: Feed) -> tuple
     """(ids [b, width], mask [b, width]) of a call, from rows of ids [n] fed up to `starts`."""
     ids = torch.full((len(rows), feed.width), FILLER)
     mask = torch.zeros(len(rows), feed.width, dtype=torch.int64)
-    for r, (row, at, count, column) in enumerate(zip(rows, starts, feed.counts, feed.columns, strict=True)):
-        ids[r, column : column + count] = row[at : at + count]
-        mask[r, column : column + count] = 1
+    for r, row in enumerate(rows):
+        place = slice(feed.columns[r], feed.columns[r] + feed.counts[r])
+        ids[r, place] = row[starts[r] : starts[r] + feed.counts[r]]
+        mask[r, place] = 1
     return ids, mask
 
 
@@ -75,12 +77,15 @@ class Fed:
     values: Mapping[str, Tensor]
 
 
-def run_feeds(model: Dsv4, rows: Sequence[Tensor], feeds: Sequence[Feed], kv: KVCache, names=()) -> Iterator[Fed]:
+def run_feeds(
+    model: Dsv4, rows: Sequence[Tensor], feeds: Sequence[Feed], kv: KVCache, names=()
+) -> Iterator[Fed]:
     """Make the calls one after the other; `kv` says how far each row has been fed."""
     for feed in feeds:
         starts = tuple(kv.length.tolist())
         ids, mask = batch_of(rows, starts, feed)
-        logits, cache = model.run_with_cache(ids, names, attention_mask=mask if feed.is_padded else None, kv_cache=kv, max_bytes=None)
+        given = {"attention_mask": mask} if feed.is_padded else {}
+        logits, cache = model.run_with_cache(ids, names, kv_cache=kv, max_bytes=None, **given)
         yield Fed(feed, starts, logits, cache)
 
 
@@ -94,7 +99,7 @@ class Alone:
         self.logits = self.logits[0]
 
     def expected(self, name: str, fed: Fed, r: int) -> Tensor:
-        """The value of the call for row r, at its real columns; what a row lacks holds zeros, -inf or -1 as spec/values says."""
+        """The call's value for row r at its real columns; zeros, -inf or -1 for what it lacks."""
         if name == "next_token_probs":
             return self.logits[fed.starts[r] + fed.feed.counts[r] - 1].softmax(-1)
         leaf, words = name.rsplit(".", 1)[-1], self.model.hook_dict[name].axes.split()
@@ -102,24 +107,26 @@ class Alone:
         for axis, word in enumerate(words[1:]):
             index = self._index(word, name, fed, r)
             if index is not None:
-                absent = value.new_full([*value.shape[:axis], 1, *value.shape[axis + 1 :]], ABSENT.get(leaf, 0))
+                shape = [*value.shape[:axis], 1, *value.shape[axis + 1 :]]
+                absent = value.new_full(shape, ABSENT.get(leaf, 0))
                 value = torch.cat((value, absent), dim=axis).index_select(axis, index)
         return value
 
     def _index(self, word: str, name: str, fed: Fed, r: int) -> Tensor | None:
-        """Places on the axis of the run alone, -1 for what is absent; None for an axis that both share."""
+        """Places on the axis of the run alone, -1 for what is absent; None for a common axis."""
         feed, past, count = fed.feed, fed.starts[r], fed.feed.counts[r]
         ends = [start + n for start, n in zip(fed.starts, feed.counts, strict=True)]
         layer = self.model.hook_dict[name].layer
         rate = None if layer is None else self.config.rate(layer)
-        before, after, most = (0, 0, 0) if rate is None else (past // rate, (past + count) // rate, max(ends) // rate)
+        rate = max(self.length, *ends) + 1 if rate is None else rate
+        before, after, most = past // rate, (past + count) // rate, max(ends) // rate
         closed = [*range(after), *[-1] * (most - after)]
         if word == "s":
             places = list(range(past, past + count))
         elif word == "e":
             places = closed
         elif word == "e_new":
-            new = max(end // rate - start // rate for start, end in zip(fed.starts, ends, strict=True))
+            new = max(n // rate - start // rate for start, n in zip(fed.starts, ends, strict=True))
             places = [*range(before, after), *[-1] * (new - (after - before))]
         elif word.startswith("min("):
             places = list(range(min(self.config.index_topk, most)))
@@ -148,25 +155,26 @@ def row_of(value: Tensor, axes: str, fed: Fed, r: int) -> Tensor:
     return value
 
 
-def first_near_tie(model: Dsv4, alone: Alone, fed: Fed, r: int) -> int | None:
-    """The first token of row r in the call (a row position) at which a block chooses otherwise than alone, None where all agree.
+def differs_from(model: Dsv4, alone: Alone, fed: Fed, r: int) -> int | None:
+    """The first token of row r in the call for which a block chooses otherwise than in the run
+    alone (its place in the row), None where all agree.
 
-    AssertionError when the scores of that choice do not tie: from there on the row may differ, before it may not.
+    AssertionError when the scores of that choice do not tie. Up to that token everything has to
+    agree; from there on it may differ.
     """
     firsts = []
     for name in fed.values:
         leaf = name.rsplit(".", 1)[-1]
-        if leaf not in SCORES_OF or name.replace(leaf, SCORES_OF[leaf]) not in alone.values:
+        scores = SCORES_OF.get(leaf) and alone.values.get(name.replace(leaf, SCORES_OF[leaf]))
+        if scores is None:
             continue
         ours = as_sets(row_of(fed.values[name], model.hook_dict[name].axes, fed, r))
-        theirs = alone.expected(name, fed, r)
-        differs = (ours != as_sets(theirs)).any(-1)
-        if bool(differs.any()):
-            at = int(differs.nonzero()[0])
-            position = fed.starts[r] + at
-            if not firsts or position < min(firsts):
-                scores = alone.values[name.replace(leaf, SCORES_OF[leaf])][0, position]
-                gap = float(boundary_gap(scores, theirs.shape[-1]))
-                assert gap <= NEAR_TIE, f"{name} at token {position} of row {r} differs; its scores do not tie: gap {gap:.3g}"
-                firsts.append(position)
-    return min(firsts) if firsts else None
+        theirs = as_sets(alone.expected(name, fed, r))
+        places = (ours != theirs).any(-1).nonzero()
+        if len(places):
+            place = fed.starts[r] + int(places[0])
+            gap = float(boundary_gap(scores[0, place], theirs.shape[-1]))
+            if place <= min(firsts, default=place):
+                assert gap <= NEAR_TIE, f"{name}, token {place} of row {r}: no tie, gap {gap:.3g}"
+            firsts.append(place)
+    return min(firsts, default=None)

@@ -68,6 +68,23 @@ def softmax_with_sink(scores: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     return probabilities[..., :-1], probabilities[..., -1]
 
 
+def score_keys(queries: Tensor, keys: Tensor, tokens: int) -> Tensor:
+    """queries [b s N D] scaled, keys [b k D], the first `tokens` of them tokens -> [b s N k].
+
+    As `sparse_attention` computes them while one band holds every token, to the last bit; so does `mix_values`.
+    """
+    flat = queries.flatten(1, 2)
+    parts = [flat @ part.transpose(1, 2) for part in keys.tensor_split((tokens,), dim=1)]
+    return torch.cat(parts, dim=-1).unflatten(1, queries.shape[1:3])
+
+
+def mix_values(probabilities: Tensor, values: Tensor, tokens: int) -> Tensor:
+    """probabilities [b s N k], values [b k D] -> [b s N D]."""
+    on_tokens, on_entries = probabilities.tensor_split((tokens,), dim=-1)
+    mixed = (on_tokens.flatten(1, 2) @ values[:, :tokens]).view(*probabilities.shape[:-1], -1)
+    return mixed + on_entries @ values[:, tokens:].unsqueeze(1)
+
+
 def sparse_attention_reference(
     queries: Tensor, tokens: Tensor, entries: Tensor | None, sinks: Tensor, reach: Reach, selection: Tensor | None, scale: float
 ) -> Tensor:

@@ -76,6 +76,16 @@ def test_interrupted(monkeypatch, capsys):
     assert capsys.readouterr().err == "dsv4: interrupted\n"
 
 
+def test_demo_without_matplotlib(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["demo"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "ANSWER   'ben'" in "\n".join(lines)
+    assert lines[-1].startswith("PICTURE  none: matplotlib is not installed")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_inspect(capsys):
     assert cli.main(["inspect", SHIPPED]) == 0
     out = capsys.readouterr().out

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels import grouped_experts as op
+from dsv4.kernels.grouped_linear import grouped_linear, grouped_linear_each, groups
 from dsv4.testing import assert_close
 
 
 class Dense:
-    """A bank of random matrices; counts how often each expert's are asked for."""
+    """A bank of random matrices, each asked for by itself; counts how often."""
 
     def __init__(self, experts: int, hidden: int, inner: int, dtype=torch.float64):
         self.num_experts = experts
@@ -20,12 +21,25 @@ class Dense:
         self.second = (torch.randn(experts, hidden, inner, dtype=dtype) * inner**-0.5).requires_grad_()
         self.asked: list[int] = []
 
-    def gate_up(self, expert: int) -> Tensor:
-        self.asked.append(expert)
-        return self.first[expert]
+    def gate_up(self, rows: Tensor, ends: Tensor) -> Tensor:
+        def matrix(expert: int) -> Tensor:
+            self.asked.append(expert)
+            return self.first[expert]
 
-    def down(self, expert: int) -> Tensor:
-        return self.second[expert]
+        return grouped_linear_each(rows, matrix, ends, self.first.shape[1])
+
+    def down(self, rows: Tensor, ends: Tensor) -> Tensor:
+        return grouped_linear_each(rows, lambda expert: self.second[expert], ends, self.second.shape[1])
+
+
+class Whole(Dense):
+    """The same bank through the registered op."""
+
+    def gate_up(self, rows: Tensor, ends: Tensor) -> Tensor:
+        return grouped_linear(rows, self.first, ends)
+
+    def down(self, rows: Tensor, ends: Tensor) -> Tensor:
+        return grouped_linear(rows, self.second, ends)
 
 
 def slot_by_slot(x: Tensor, indices: Tensor, weights: Tensor, bank: Dense, limit: float) -> Tensor:
@@ -41,11 +55,11 @@ def slot_by_slot(x: Tensor, indices: Tensor, weights: Tensor, bank: Dense, limit
     return torch.stack(rows) if rows else x
 
 
-def problem(tokens: int, slots: int, experts: int, hidden: int = 6, inner: int = 5):
+def problem(tokens: int, slots: int, experts: int, hidden: int = 6, inner: int = 5, kind=Dense):
     x = torch.randn(tokens, hidden, dtype=torch.float64, requires_grad=True)
     indices = torch.rand(tokens, experts).argsort(-1)[:, :slots]
     weights = torch.rand(tokens, slots, dtype=torch.float64, requires_grad=True)
-    return x, indices, weights, Dense(experts, hidden, inner)
+    return x, indices, weights, kind(experts, hidden, inner)
 
 
 def compare(x: Tensor, indices: Tensor, weights: Tensor, bank: Dense, limit: float) -> None:
@@ -60,8 +74,34 @@ def compare(x: Tensor, indices: Tensor, weights: Tensor, bank: Dense, limit: flo
 
 @pytest.mark.parametrize(("tokens", "slots", "experts"), [(1, 1, 1), (7, 2, 3), (40, 3, 8), (5, 4, 4), (3, 1, 50), (64, 6, 13)])
 @pytest.mark.parametrize("limit", [0.1, 1.0, 10.0])
-def test_against_a_loop(tokens: int, slots: int, experts: int, limit: float):
-    compare(*problem(tokens, slots, experts), limit)
+@pytest.mark.parametrize("kind", [Dense, Whole])
+def test_against_a_loop(kind, tokens: int, slots: int, experts: int, limit: float):
+    compare(*problem(tokens, slots, experts, kind=kind), limit)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("width", "out"), [(32, 16), (24, 40), (7, 5), (20, 6)])
+@pytest.mark.parametrize("ends", [[4, 4, 10], [0, 0, 0], [0, 9, 9], [9, 9, 9], [1, 2, 3]])
+def test_the_registered_op_is_the_loop(dtype, width: int, out: int, ends: list[int]):
+    """Sizes that torch's grouped product takes and sizes that it refuses; empty groups; gradients."""
+    x = torch.randn(ends[-1], width, dtype=dtype, requires_grad=True)
+    weight = torch.randn(3, out, width, dtype=dtype, requires_grad=True)
+    stops = torch.tensor(ends, dtype=torch.int32)
+    results = [grouped_linear(x, weight, stops), grouped_linear_each(x, lambda e: weight[e], stops, out)]
+    if not ends[-1]:
+        assert torch.autograd.grad(results[0].sum(), weight)[0].eq(0).all()
+        return
+    cotangent = torch.randn(ends[-1], out, dtype=dtype)
+    grads = [torch.autograd.grad((y * cotangent).sum(), (x, weight), allow_unused=True) for y in results]
+    tight = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(results[0], results[1], rtol=tight, atol=tight)
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, torch.zeros_like(one) if other is None else other, rtol=tight, atol=4 * tight)
+
+
+def test_the_registered_op_keeps_torchs_rules():
+    x, weight = torch.randn(10, 8, requires_grad=True), torch.randn(3, 4, 8, requires_grad=True)
+    torch.library.opcheck(grouped_linear, (x, weight, torch.tensor([4, 4, 10], dtype=torch.int32)))
 
 
 def test_all_tokens_to_one_expert_and_the_same_expert_twice():
@@ -122,11 +162,11 @@ def test_sorting_is_stable_and_undone(seed: int):
     draw = random.Random(seed)
     experts = draw.choice((1, 3, 17))
     indices = torch.randint(0, experts, (draw.randint(1, 40), 3))
-    order, groups = op.sort_by_expert(indices, experts)
+    order, ends = op.sort_by_expert(indices, experts)
     flat = indices.flatten().tolist()
     assert order.tolist() == sorted(range(len(flat)), key=lambda i: (flat[i], i))
-    for e, first, last in groups:
+    for e, first, last in groups(ends):
         assert [flat[i] for i in order[first:last].tolist()] == [e] * (last - first)
-    assert sum(last - first for _, first, last in groups) == len(flat)
+    assert sum(last - first for _, first, last in groups(ends)) == len(flat)
     x = torch.randn(len(flat), 2)
     assert torch.equal(op.slots_in_order(x[order], order), x)

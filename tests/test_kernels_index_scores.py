@@ -4,8 +4,12 @@ import pytest
 import torch
 
 import dsv4.kernels.index_scores as op
-from dsv4.kernels.index_scores import closed_entries, combine_heads, index_head_scores, index_scores, select_entries
+from dsv4.kernels.index_scores import closed_entries, combine_heads, index_head_scores, select_by_index, select_entries
 from dsv4.testing import assert_close
+
+
+def index_scores(queries, keys, weights):
+    return combine_heads(index_head_scores(queries, keys), weights)
 
 
 def arguments(b: int, s: int, heads: int, entries: int, width: int, dtype=torch.float64):
@@ -32,17 +36,21 @@ def test_against_single_numbers(s: int, heads: int, entries: int, width: int):
                 assert scores[b, t, e].item() == pytest.approx(expected, rel=1e-10, abs=1e-12)
 
 
-@pytest.mark.parametrize("chunk", [1, 100, 5000])
-def test_chunks_of_queries_change_nothing(monkeypatch, chunk: int):
-    given = arguments(2, 37, 8, 13, 6)
-    whole = index_scores(*given)
+@pytest.mark.parametrize("chunk", [1, 100, 5000, 1 << 19])
+@pytest.mark.parametrize(("past", "start", "top_k"), [((0, 0), (0, 0), 3), ((9, 2), (0, 4), 5), ((0, 40), (3, 0), 60)])
+def test_the_selection_in_chunks_is_that_of_all_scores(monkeypatch, chunk: int, past, start, top_k: int):
+    s, rate = 37, 4
+    positions = torch.stack([torch.arange(s) - a + p for p, a in zip(past, start, strict=True)])
+    for row, (p, a) in enumerate(zip(past, start, strict=True)):
+        positions[row, :a] = -1
+        assert p >= 0
+    entries = (int(positions.max()) + 1) // rate
+    queries, keys, weights = arguments(2, s, 8, entries, 6)
+    scores = index_scores(queries, keys, weights).masked_fill(~closed_entries(positions, rate, entries), -torch.inf)
     monkeypatch.setattr(op, "CHUNK", chunk)
-    assert_close(index_scores(*given), whole, "float64")
-
-
-def test_spelled_out_heads_give_the_same_scores_bit_for_bit():
-    queries, keys, weights = arguments(2, 40, 8, 19, 16, torch.float32)
-    assert torch.equal(combine_heads(index_head_scores(queries, keys), weights), index_scores(queries, keys, weights))
+    lead = max(p - a for p, a in zip(past, start, strict=True))
+    found = select_by_index(queries, keys, weights, positions, rate, top_k, lead)
+    assert torch.equal(found, select_entries(scores, top_k))
 
 
 def test_gradients_numerically():

@@ -29,18 +29,21 @@ TEST_COMMAND = (
 
 # Every file of dsv4/ belongs to one group.
 GROUPS = {
-    "words": {"config", "config_json", "values", "names", "hooks", "table"},
+    "words": {"config", "config_json", "values", "names", "handle", "hooks", "stage", "table"},
     "call": {"call", "inputs"},
     "layers": {
         *("float32", "norm", "rope", "linear", "hyper_connection", "compressor", "indexer"),
         *("attention", "router", "experts", "moe", "block"),
     },
-    "watching": {"activation_cache", "capture", "steps", "watch", "lens", "interventions"},
+    "watching": {
+        *("activation_cache", "budget", "capture", "interventions", "lens", "loss", "steps"),
+        *("support", "watch"),
+    },
     "text": {"text"},
     "model": {
         *("model", "initialize", "kv_cache", "generate", "sampling", "loading", "pretrained"),
     },
-    "programs": {"cli", "demo", "__main__", "testing", "testing_checkpoints"},
+    "programs": {"cli", "demo", "__main__", "testing", "testing_checkpoints", "testing_probes"},
     "public": {"__init__"},
 }
 # Left may import right; imports that only a type checker runs are free.

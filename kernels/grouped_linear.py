@@ -1,0 +1,74 @@
+"""One linear map for each group of rows: rows sorted by expert, each group through its expert's matrix.
+
+    y[r] = W_e x[r]        for rows ends[e-1] <= r < ends[e]
+
+`grouped_linear` is a registered op over a dense bank (fake implementation and gradient, so that it compiles); `grouped_linear_each`
+asks for one expert's matrix at a time, for banks that are decoded as they are hit. Axes: n row, E expert.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+# torch's grouped product takes these dtypes, with rows that start at multiples of so many bytes.
+GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+GROUPED_ALIGNMENT = 16
+
+
+def groups(ends: Tensor) -> list[tuple[int, int, int]]:
+    """(expert, first row, last row + 1) of the experts that are hit."""
+    stops = ends.tolist()
+    return [(e, i, j) for e, (i, j) in enumerate(zip([0, *stops[:-1]], stops, strict=True)) if i < j]
+
+
+def grouped_linear_each(x: Tensor, matrix: Callable[[int], Tensor], ends: Tensor, width: int) -> Tensor:
+    """x [n in] sorted by expert, matrix(e) [width, in], ends [E] -> [n width]; only the experts that are hit are asked for."""
+    parts = [torch.nn.functional.linear(x[i:j], matrix(e)) for e, i, j in groups(ends)]
+    return torch.cat(parts) if parts else x.new_zeros(0, width)
+
+
+@torch.library.custom_op("dsv4::grouped_linear", mutates_args=())
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """x [n in] sorted by expert, weight [E out in], ends [E] int32 (cumulative row counts) -> [n out]."""
+    if x.shape[0] and _aligned(x) and _aligned(weight) and weight.shape[1] * weight.element_size() % GROUPED_ALIGNMENT == 0:
+        return torch.nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    return grouped_linear_each(x, lambda e: weight[e], ends, weight.shape[1])
+
+
+@grouped_linear.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+def _aligned(t: Tensor) -> bool:
+    return t.dtype in GROUPED_DTYPES and t.stride(-1) == 1 and all(s * t.element_size() % GROUPED_ALIGNMENT == 0 for s in t.stride()[:-1])
+
+
+@torch.library.custom_op("dsv4::grouped_outer", mutates_args=())
+def grouped_outer(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """dy [n out], x [n in] -> [E out in]: each group's sum of outer products."""
+    total = dy.new_zeros(ends.shape[0], dy.shape[1], x.shape[1])
+    for e, i, j in groups(ends):
+        torch.mm(dy[i:j].t(), x[i:j], out=total[e])
+    return total
+
+
+@grouped_outer.register_fake
+def _(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    return dy.new_empty(ends.shape[0], dy.shape[1], x.shape[1])
+
+
+def _keep(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradient(ctx, dy: Tensor):
+    x, weight, ends = ctx.saved_tensors
+    dy = dy.contiguous()
+    dx = grouped_linear(dy, weight.transpose(1, 2).contiguous(), ends) if ctx.needs_input_grad[0] else None
+    dw = grouped_outer(dy, x, ends) if ctx.needs_input_grad[1] else None
+    return dx, dw, None
+
+
+grouped_linear.register_autograd(_gradient, setup_context=_keep)
