@@ -23,6 +23,7 @@ from dsv4.config import Dsv4Config
 from dsv4.convert import names
 from dsv4.convert.header import Shard, StoredTensor, read_shards
 from dsv4.convert.layout import INT64
+from dsv4.convert.memory import empty
 from dsv4.convert.names import Place, Scheme
 from dsv4.convert.packaging import refuse_packagings
 from dsv4.convert.plan import Format, Piece, Plan, Source, make_plan, module_of, part_shape, scale_place, stored_dtype
@@ -184,14 +185,14 @@ class _Read:
     def empty(self, shape: tuple[int, ...]) -> list[Tensor]:
         """Room for a tensor of that logical shape: [values], or [codes, scales] where the codes are kept."""
         if not self.is_kept:
-            return [torch.empty(shape, dtype=self.dtype)]
+            return [empty(shape, self.dtype)]
         if self.source.format == "fp4":
             shape = (*shape[:-1], shape[-1] // 2)
             scale_shape = fp4_scale_shape(shape)
         else:
             # A single expert's part [o, i] is one half already.
             scale_shape = fp8_scale_shape(shape, self.source.row_parts if len(shape) == 3 else 1)
-        return [torch.empty(shape, dtype=self.weight.dtype), torch.empty(scale_shape, dtype=self.scale.dtype)]
+        return [empty(shape, self.weight.dtype), empty(scale_shape, self.scale.dtype)]
 
     def fill(self, out: list[Tensor]) -> None:
         if self.is_kept:

@@ -8,6 +8,7 @@ import json
 import os
 import struct
 import uuid
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from dsv4.origin import Origin
 from dsv4.values import VALUES
 
 DTYPES = {
@@ -25,10 +27,13 @@ DTYPES = {
     torch.int64: "I64",
     torch.int32: "I32",
     torch.bool: "BOOL",
+    torch.uint8: "U8",
 }
 # Room for one entry of the header beside its name: dtype, up to six sizes, two offsets.
 ENTRY_ROOM = 256
 POSITIONS = "dsv4.positions"
+ORIGIN = "dsv4.origin"
+NOTHING_SPECIAL = Origin()
 
 
 class ActivationCache(Mapping[str, Tensor]):
@@ -38,15 +43,60 @@ class ActivationCache(Mapping[str, Tensor]):
         axes: name -> axes of the tensor held (with the axes that slicing or `remove_batch_dim` took out left out).
         positions: [b, n] int64, the row position of each captured token; -1 at padding.
         num_layers: of the model, so that layers can be counted from the end; None where it is not known.
+        origin: what the run was.
     """
 
     def __init__(
-        self, values: Mapping[str, Tensor], axes: Mapping[str, str], positions: Tensor | None = None, num_layers: int | None = None
+        self,
+        values: Mapping[str, Tensor],
+        axes: Mapping[str, str],
+        positions: Tensor | None = None,
+        num_layers: int | None = None,
+        origin: Origin = NOTHING_SPECIAL,
+        model=None,
     ):
         self._values = values if isinstance(values, _Lazy) else dict(values)
         self.axes = dict(axes)
         self.positions = positions
         self.num_layers = num_layers
+        self.origin = origin
+        # Not kept alive: a cache of a few numbers must not hold a model's memory.
+        self._model = None if model is None else weakref.ref(model)
+
+    @property
+    def model(self):
+        """The model that ran; None when it is gone or was never known (a loaded cache)."""
+        return None if self._model is None else self._model()
+
+    def with_model(self, model) -> "ActivationCache":
+        """A cache of the same values that knows its model: for analyses of a loaded cache that need weights."""
+        if self.num_layers not in (None, model.num_layers):
+            raise ValueError(f"with_model: the cache comes from a model of {self.num_layers} layers, this one has {model.num_layers}")
+        return ActivationCache(self._values, self.axes, self.positions, self.num_layers, self.origin, model)
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_model": None}
+
+    @property
+    def residual(self):
+        """The algebra of the residual streams: `dsv4.residual.Residual`."""
+        from dsv4.residual import Residual
+
+        return Residual(self)
+
+    @property
+    def attention(self):
+        """Where the attention looked: `dsv4.attention_analysis.AttentionAnalysis`."""
+        from dsv4.attention_analysis import AttentionAnalysis
+
+        return AttentionAnalysis(self)
+
+    @property
+    def moe(self):
+        """Who was routed where: `dsv4.moe_analysis.MoeAnalysis`."""
+        from dsv4.moe_analysis import MoeAnalysis
+
+        return MoeAnalysis(self)
 
     @property
     def names(self) -> list[str]:
@@ -106,7 +156,7 @@ class ActivationCache(Mapping[str, Tensor]):
         """A cache on `device`; this one stays as it is."""
         positions = None if self.positions is None else self.positions.to(device)
         moved = {n: [step.to(device) for step in v] if isinstance(v, list) else v.to(device) for n, v in self.items()}
-        return ActivationCache(moved, self.axes, positions, self.num_layers)
+        return ActivationCache(moved, self.axes, positions, self.num_layers, self.origin, self.model)
 
     def remove_batch_dim(self) -> "ActivationCache":
         """A cache without the batch axis. ValueError when it holds more than one row."""
@@ -125,7 +175,7 @@ class ActivationCache(Mapping[str, Tensor]):
             values[name] = value
         positions = self.positions
         positions = positions.squeeze(0) if positions is not None and positions.dim() == 2 else positions
-        return ActivationCache(values, axes, positions, self.num_layers)
+        return ActivationCache(values, axes, positions, self.num_layers, self.origin, self.model)
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file. FileExistsError when it exists; a crash leaves none."""
@@ -135,13 +185,13 @@ class ActivationCache(Mapping[str, Tensor]):
         with StreamWriter(path, {n: self.axes[n] for n in self}, self.num_layers) as writer:
             for name, value in self.items():
                 writer.write(name, value)
-            writer.positions = self.positions
+            writer.positions, writer.origin = self.positions, self.origin
 
     @classmethod
     def load(cls, path: str | Path, device="cpu") -> "ActivationCache":
         """Open a saved cache; values are read when they are asked for, to `device`."""
         lazy = _Lazy(Path(path), str(device))
-        return cls(lazy, lazy.axes, lazy.positions, lazy.num_layers)
+        return cls(lazy, lazy.axes, lazy.positions, lazy.num_layers, lazy.origin)
 
     def __repr__(self) -> str:
         lines = [f"ActivationCache of {len(self)} values"]
@@ -161,6 +211,7 @@ class _Lazy(Mapping[str, Tensor]):
             held = json.loads(about["dsv4"])
             self.axes, self.num_layers = held["axes"], held["num_layers"]
             self.positions = file.get_tensor(POSITIONS) if held["positions"] else None
+            self.origin = Origin.from_json(bytes(file.get_tensor(ORIGIN).tolist()).decode())
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.axes:
@@ -189,9 +240,11 @@ class StreamWriter:
         if self.path.exists():
             raise FileExistsError(f"{self.path} exists; saved activations are never overwritten: choose another name or delete it")
         self.positions: Tensor | None = None
+        self.origin = NOTHING_SPECIAL
         self._partial = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}.partial")
         self._header: dict = {}
-        self._room = sum(len(json.dumps(n)) + len(axes[n]) + 2 * ENTRY_ROOM for n in axes) + 4 * ENTRY_ROOM
+        # A name stands in the header once, and in axes and layouts once more inside a JSON string.
+        self._room = sum(3 * len(json.dumps(json.dumps(n))) + len(axes[n]) + ENTRY_ROOM for n in axes) + 4 * ENTRY_ROOM
         self._room += -self._room % 8
         self._written = 0
 
@@ -222,6 +275,8 @@ class StreamWriter:
         axes = {n: self.axes[n] for n in self.axes if n in self._header}
         if self.positions is not None:
             self.write(POSITIONS, self.positions)
+        # Its length is known only now, and the header's room was fixed before the run.
+        self.write(ORIGIN, torch.tensor(list(self.origin.to_json().encode()), dtype=torch.uint8, device="cpu"))
         layouts = {n: VALUES[n.rsplit(".", 1)[-1]].layout for n in axes if n.rsplit(".", 1)[-1] in VALUES}
         held = {"axes": axes, "layouts": layouts, "num_layers": self.num_layers, "positions": self.positions is not None}
         header = json.dumps({"__metadata__": {"dsv4": json.dumps(held)}, **self._header}).encode()

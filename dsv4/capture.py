@@ -24,6 +24,7 @@ class Capture:
         self.store, self.pos, self.device = store, pos, device
         self.keeps_graph = not detach
         self.positions: Tensor | None = None
+        self.token_keys: int | None = None
         self._columns: Tensor | None = None
 
     def begin(self, call: Call) -> None:
@@ -31,6 +32,7 @@ class Capture:
         self._columns = None if self.pos is None else columns(self.pos, call)
         positions = call.positions if self._columns is None else call.positions.gather(1, self._columns)
         self.positions = positions.clone() if self.device is None else positions.to(self.device)
+        self.token_keys = call.token_positions.shape[1]
 
     def __call__(self, point: HookPoint, value: Tensor) -> None:
         taken = value if self.keeps_graph else value.detach()
@@ -64,13 +66,11 @@ def as_pos(pos) -> Pos:
         return None
     if isinstance(pos, slice):
         return pos
-    if not isinstance(pos, bool) and hasattr(pos, "__index__") and not (isinstance(pos, Tensor) and pos.dim()):
+    if not isinstance(pos, bool) and hasattr(pos, "__index__") and getattr(pos, "ndim", 0) == 0:
         return operator.index(pos)
     if isinstance(pos, bool | str | dict | set) or not hasattr(pos, "__len__"):
         raise TypeError(f"pos={pos!r}: expected {POS_FORMS}")
-    places = pos if isinstance(pos, Tensor) else torch.as_tensor(list(pos), device="cpu")
-    if places.numel() == 0 and not isinstance(pos, Tensor):
-        places = places.long()
+    places = torch.as_tensor(pos if hasattr(pos, "__array__") else list(pos), dtype=None if len(pos) else torch.int64, device="cpu")
     if places.dtype.is_floating_point or places.dtype.is_complex or places.dtype == torch.bool:
         raise TypeError(f"pos holds {places.dtype}: expected {POS_FORMS}")
     if places.dim() not in (1, 2):

@@ -182,6 +182,7 @@ class HookPoint(nn.Module):
 
     def _through_hooks(self, x: Tensor) -> Tensor:
         given = x if self.shared else x.clone()
+        version = None if given.is_inference() else given._version
         y = super().__call__(given)
         if given.shape != x.shape:
             raise ValueError(f"hook at {self.name} resized the value in place from {list(x.shape)} to {list(given.shape)}")
@@ -189,6 +190,8 @@ class HookPoint(nn.Module):
             if y is not given or not _same_bits(given, x):
                 raise self._is_read_only()
             return x
+        if y is not given or (given._version != version if version is not None else not _same_bits(given, x)):
+            self.stage.edited[self.name] = None
         return y if y is given else self._accept(y, x)
 
     def settle(self, y: Tensor) -> Tensor:
@@ -259,7 +262,7 @@ class HookPoint(nn.Module):
         if not integers or dtype.is_floating_point:
             raise TypeError(f"hook at {self.name} returned dtype {new.dtype}; the value is {dtype}")
         cast = new.to(dtype)
-        if not torch.equal(cast.to(new.dtype), new) or bool(((cast < 0) & (new > 0)).any()):
+        if not torch.equal(cast.to(new.dtype), new) or (not new.dtype.is_signed and bool((cast < 0).any())):
             raise ValueError(f"hook at {self.name} returned {new.dtype} values that do not fit {dtype}")
         return cast
 

@@ -219,8 +219,8 @@ class KVCache:
             if new < floor:
                 raise ValueError(
                     f"truncate: row {r} holds {held} tokens and cannot be cut to {new}: with "
-                    f"rewind={self.rewind} it goes back to {floor} at the furthest; build the cache "
-                    "with a larger rewind, or None"
+                    f"rewind={self.rewind} it goes back to {floor} at the furthest; build the "
+                    "cache with a larger rewind, or None"
                 )
         self.state = replace(self.state, length=tuple(wanted))
 

@@ -34,7 +34,8 @@ class Lens:
         return [(self._word(int(i)), float(v)) for v, i in zip(values, ids, strict=True)]
 
     def _word(self, token: int) -> str:
-        return str(token) if self.tokenizer is None else self.tokenizer.to_string([token])
+        known = self.tokenizer is not None and self.tokenizer.is_present
+        return self.tokenizer.to_string([token]) if known else str(token)
 
     def __str__(self) -> str:
         lines = [f'logit lens, readout "{self.readout}", row 0, last token read']

@@ -104,7 +104,7 @@ class Dsv4(Watching, Interventions, Generating, Loading, Probed):
         Returns:
             logits [b, s or n, vocab] float32, or streams [b, s, n, hidden] with stop_at_layer.
         """
-        self.check_span(start_at_layer, stop_at_layer)
+        self._check_span(start_at_layer, stop_at_layer)
         inputs = resolve(
             self,
             input,
@@ -162,7 +162,7 @@ class Dsv4(Watching, Interventions, Generating, Loading, Probed):
         x = self.tap.token_embeddings(self.embed_tokens(call.input_ids) if embeddings is None else embeddings)
         return x.unsqueeze(2).expand(-1, -1, self.streams, -1).contiguous()
 
-    def check_span(self, start: int | None, stop: int | None) -> None:
+    def _check_span(self, start: int | None, stop: int | None) -> None:
         """ValueError unless 0 <= start <= stop <= num_layers; None leaves an end open."""
         for name, layer, first in (("start_at_layer", start, 0), ("stop_at_layer", stop, start or 0)):
             if layer is not None and (isinstance(layer, bool) or not isinstance(layer, int) or not first <= layer <= self.num_layers):

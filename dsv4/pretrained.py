@@ -132,7 +132,7 @@ def save(model, folder: str | Path, *, format: str, overwrite: bool) -> None:
     """The body of `Dsv4.save_pretrained`."""
     from dsv4.convert.writer import write_checkpoint
 
-    write_checkpoint(model.state_dict(), model.config, folder, format=format, overwrite=overwrite, extra_files=model.tokenizer.files())
+    write_checkpoint(model.state_dict(), model.config, folder, format=format, overwrite=overwrite, extra_files=model.tokenizer.files)
 
 
 def from_transformers(cls, hf_model):

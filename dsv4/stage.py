@@ -47,6 +47,7 @@ class Stage:
     call: the Call in progress, None outside a run. step: decoding step. runs: how many runs were begun.
     captures: told of each call before its first value. handles: hooks attached now, in the order added.
     kept: [b n] columns that logits_to_keep left, None when it left all.
+    edited: names of the values that the run in progress, or the last one, had replaced or written into, in order.
     """
 
     def __init__(self):
@@ -56,6 +57,7 @@ class Stage:
         self.runs = 0
         self.captures: list = []
         self.handles: dict = {}
+        self.edited: dict[str, None] = {}
         self._owner: int | None = None
         self._reserved = 0
         self._running = False
@@ -76,6 +78,7 @@ class Stage:
         """Claim the model for one run; RuntimeError when one is in progress (another thread's, or the one whose hook asks)."""
         self._claim(running=True)
         self.runs += 1
+        self.edited = {}
         try:
             yield
         finally:

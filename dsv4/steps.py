@@ -19,6 +19,7 @@ from dsv4.call import Call
 from dsv4.capture import Capture
 from dsv4.config import Dsv4Config
 from dsv4.hooks import HookPoint
+from dsv4.origin import Origin
 
 SELECTION_AXIS = "min(index_topk,e)"
 STEP_AXES = ("k", "e", "e_new", SELECTION_AXIS)
@@ -35,6 +36,7 @@ ABSENT = {
 class Step:
     values: dict[str, Tensor]
     call: Call
+    edited: dict[str, None]
 
 
 class StepCaptures:
@@ -61,7 +63,7 @@ class StepCaptures:
     def begin(self, call: Call) -> None:
         """A run's positions are known."""
         self._capture.begin(call)
-        self.steps.append(Step({}, call))
+        self.steps.append(Step({}, call, self.model.stage.edited))
 
     def _store(self, name: str, value: Tensor) -> None:
         self.steps[-1].values[name] = value
@@ -82,7 +84,9 @@ class StepCaptures:
             else:
                 values[name] = whole.last_of_each_row(parts)
         positions = whole.positions.to(self._capture.device or whole.positions.device)
-        return ActivationCache(values, axes, positions, self.model.num_layers)
+        edited = dict.fromkeys(name for step in self.steps for name in step.edited)
+        origin = Origin(edited=tuple(edited), token_keys=whole.columns if align else None)
+        return ActivationCache(values, axes, positions, self.model.num_layers, origin, self.model)
 
 
 class Whole:

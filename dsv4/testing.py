@@ -30,6 +30,8 @@ LIMITS: Mapping[str, Limit] = {
     # float32 logits and block values against transformers, and of a padded row against the row alone
     "transformers": Limit(relative=2e-5),
     "row alone": Limit(relative=2e-5),
+    # every other value of a call with a KV cache, of its largest value in the row alone
+    "fed value": Limit(relative=1e-4),
     # a run in which everything is watched against the plain run
     "watched": Limit(relative=1e-5),
     "watched gradient": Limit(relative=1e-4),
@@ -54,6 +56,8 @@ LIMITS: Mapping[str, Limit] = {
     "golden weights": Limit(absolute=5e-6),
     "golden rotary": Limit(absolute=1e-6),
 }
+# Of the largest gradient of a model; see `assert_gradients_close`.
+FAINT = 1e-3
 # Two scores nearer than this, over the row's largest, may be ordered either way by two ways of computing them.
 NEAR_TIE = 1e-5
 # Of the rows that choose, this share may differ by a near tie.
@@ -85,6 +89,21 @@ def assert_close(actual: Tensor, expected: Tensor, limit: str, what: str = "") -
     allowed = LIMITS[limit].relative * e.abs().max().item() + LIMITS[limit].absolute
     error = (a - e).abs().max().item()
     assert error <= allowed, f"{what}: error {error:.3g}, limit {allowed:.3g} ({limit})"
+
+
+def assert_gradients_close(actual: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], limit: str) -> None:
+    """The error of each parameter's gradient; None counts as zeros (no entry was closed, so nothing reached the compressor).
+
+    A gradient that is zero by construction is rounding noise of the others': errors count against at least FAINT of the largest.
+    """
+    assert actual.keys() == expected.keys()
+    largest = max((g.abs().max().item() for g in expected.values() if g is not None), default=0.0)
+    for name, pair in ((name, (actual[name], expected[name])) for name in actual):
+        one = next((g for g in pair if g is not None), torch.zeros(1))
+        gradient, truth = (torch.zeros_like(one) if g is None else g for g in pair)
+        error = (gradient - truth).abs().max().item()
+        allowed = LIMITS[limit].relative * max(truth.abs().max().item(), FAINT * largest)
+        assert error <= allowed, f"{name}: error {error:.3g}, limit {allowed:.3g} ({limit})"
 
 
 # Configs and models.

@@ -1,5 +1,5 @@
-"""Ways of feeding tokens into a KVCache, and what each value of each call has to be: a slice of what
-the row alone gives in one call.
+"""Ways of feeding tokens into a KVCache, and what each value of each call has to be: a slice of
+what the row alone gives in one call.
 
 Axes: b row, s column of the call, k key, e entry.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from dsv4.kv_cache import KVCache
 from dsv4.model import Dsv4
 from dsv4.steps import ABSENT
-from dsv4.testing import NEAR_TIE, SCORES_OF, as_sets, boundary_gap
+from dsv4.testing import LIMITS, NEAR_TIE, SCORES_OF, as_sets, boundary_gap
 
 # What padding holds: any id will do, it is masked.
 FILLER = 1
@@ -174,7 +174,44 @@ def differs_from(model: Dsv4, alone: Alone, fed: Fed, r: int) -> int | None:
         if len(places):
             place = fed.starts[r] + int(places[0])
             gap = float(boundary_gap(scores[0, place], theirs.shape[-1]))
-            if place <= min(firsts, default=place):
+            if place < min(firsts, default=place + 1):
                 assert gap <= NEAR_TIE, f"{name}, token {place} of row {r}: no tie, gap {gap:.3g}"
             firsts.append(place)
     return min(firsts, default=None)
+
+
+def assert_fed(model: Dsv4, alone: Alone, fed: Fed, r: int) -> bool:
+    """Row r of the call agrees with its run alone in all that was captured; False at a near tie.
+
+    Errors are taken over the largest value of the run alone, so that a slice of small numbers is
+    held to what the whole is held to.
+    """
+    first, count = fed.feed.columns[r], fed.feed.counts[r]
+    if not count:
+        return True
+    if differs_from(model, alone, fed, r) is not None:
+        return False
+    where = f"row {r}, tokens {fed.starts[r]} to {fed.starts[r] + count - 1}"
+    expected = alone.logits[fed.starts[r] : fed.starts[r] + count]
+    logits = fed.logits[r, first : first + count]
+    _assert_near(logits, expected, alone.logits, "row alone", f"logits, {where}")
+    for name, value in fed.values.items():
+        ours = row_of(value, model.hook_dict[name].axes, fed, r)
+        whole = alone.values[name]
+        _assert_near(ours, alone.expected(name, fed, r), whole, "fed value", f"{name}, {where}")
+    return True
+
+
+def _assert_near(actual: Tensor, expected: Tensor, whole: Tensor, limit: str, what: str) -> None:
+    assert actual.shape == expected.shape, (
+        f"{what}: {list(actual.shape)}, not {list(expected.shape)}"
+    )
+    assert actual.dtype == expected.dtype, f"{what}: {actual.dtype}, not {expected.dtype}"
+    assert not actual.isnan().any(), f"{what}: NaN"
+    infinite = expected.isinf()
+    assert torch.equal(actual.isinf(), infinite), f"{what}: infinities stand elsewhere"
+    error = (actual.double() - expected.double()).masked_fill(infinite, 0.0).abs().flatten()
+    largest = whole.double().masked_fill(whole.isinf(), 0.0).abs().flatten()
+    if len(error):
+        allowed = LIMITS[limit].relative * (float(largest.max()) if len(largest) else 0.0)
+        assert float(error.max()) <= allowed, f"{what}: error {float(error.max()):.3g}"

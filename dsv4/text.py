@@ -26,6 +26,7 @@ Side = Literal["right", "left"]
 
 TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILE = "tokenizer_config.json"
+SAVED_FILES = (TOKENIZER_FILE, SETTINGS_FILE, "generation_config.json")
 
 
 class TokenBatch(NamedTuple):
@@ -45,7 +46,8 @@ class Tokenizer:
 
     vocab_size is the model's (without a config the file's): an id that it has no embedding for is
     an error here, before any forward. With `backend=None` every verb raises ValueError with
-    `why_absent`; ids still work everywhere.
+    `why_absent`; ids still work everywhere. files: what lies beside the weights and is copied
+    when the model is saved.
     """
 
     backend: tokenizers.Tokenizer | None
@@ -56,6 +58,12 @@ class Tokenizer:
     why_absent: str = (
         "this model has no tokenizer: give token ids, or load a folder with a tokenizer.json"
     )
+    files: tuple[Path, ...] = ()
+
+    @property
+    def is_present(self) -> bool:
+        """Text can be given to the model."""
+        return self.backend is not None
 
     @classmethod
     def from_folder(cls, folder: str | Path, config: Dsv4Config | None = None) -> "Tokenizer":
@@ -66,9 +74,11 @@ class Tokenizer:
         ValueError for a file that cannot be read.
         """
         path = Path(folder) / TOKENIZER_FILE
+        files = tuple(f for f in (Path(folder) / name for name in SAVED_FILES) if f.is_file())
         if not path.is_file():
             return cls(
                 backend=None,
+                files=files,
                 why_absent=f"there is no {TOKENIZER_FILE} in {folder}: give token ids instead of "
                 f"text, or put the checkpoint's {TOKENIZER_FILE} there and load the model again",
             )
@@ -79,6 +89,7 @@ class Tokenizer:
         size = backend.get_vocab_size() if config is None else config.vocab_size
         return cls(
             backend=backend,
+            files=files,
             vocab_size=size,
             bos_token_id=bos,
             eos_token_id=eos,

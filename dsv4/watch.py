@@ -14,6 +14,7 @@ from dsv4.handle import Handle, Handles
 from dsv4.hooks import HookPoint
 from dsv4.inputs import Inputs, resolve
 from dsv4.names import match
+from dsv4.origin import Origin
 from dsv4.stage import Span
 from dsv4.support import support
 from dsv4.table import Table
@@ -135,19 +136,25 @@ class Watching:
             axes = {n: _kept_axes(self.hook_dict[n].axes, pos) for n in chosen}
             if to is None:
                 held: dict[str, Tensor] = {}
-                out, positions = self._capture(Capture(held.__setitem__, pos=pos, device=device, detach=detach), chosen, input, run)
-                return out, ActivationCache({n: held[n] for n in chosen}, axes, positions, self.num_layers)
+                capture = Capture(held.__setitem__, pos=pos, device=device, detach=detach)
+                out, origin = self._capture(capture, chosen, input, run)
+                values = {n: held[n] for n in chosen}
+                return out, ActivationCache(values, axes, capture.positions, self.num_layers, origin, self)
             with StreamWriter(to, axes, self.num_layers) as writer:
-                out, writer.positions = self._capture(Capture(writer.write, pos=pos), chosen, input, run)
-            return out, ActivationCache.load(to, "cpu" if device is None else device)
+                capture = Capture(writer.write, pos=pos)
+                out, writer.origin = self._capture(capture, chosen, input, run)
+                writer.positions = capture.positions
+            return out, ActivationCache.load(to, "cpu" if device is None else device).with_model(self)
 
-    def _capture(self, capture: Capture, names: list[str], input, run: dict) -> tuple[Tensor, Tensor | None]:
+    def _capture(self, capture: Capture, names: list[str], input, run: dict) -> tuple[Tensor, Origin]:
         points = [self.hook_dict[n] for n in names]
         self.stage.captures.append(capture)
         try:
             for point in points:
                 point.attach_capture(capture)
-            return self(input, **run), capture.positions
+            out = self(input, **run)
+            start, stop = run.get("start_at_layer"), run.get("stop_at_layer")
+            return out, Origin(tuple(self.stage.edited), tuple(sorted(self.skipped)), start, stop, capture.token_keys)
         finally:
             for point in points:
                 point.detach_capture(capture)
@@ -156,7 +163,7 @@ class Watching:
     def _resolve(self, input, run: dict) -> Inputs:
         """The checks of a run, before it runs."""
         kv = run.get("kv_cache")
-        self.check_span(run.get("start_at_layer"), run.get("stop_at_layer"))
+        self._check_span(run.get("start_at_layer"), run.get("stop_at_layer"))
         return resolve(self, input, past=None if kv is None else kv.length.tolist(), **{k: run[k] for k in INPUT_KEYWORDS if k in run})
 
     def _reached(self, names, span: Span) -> list[str]:

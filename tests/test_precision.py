@@ -13,10 +13,13 @@ from torch import Tensor
 
 from dsv4 import Dsv4
 from dsv4.config import CSA, HASH_MOE, HCA, MOE, SLIDING
+from dsv4.convert.names import Place, from_place
 from dsv4.testing import (
     CHOICES,
     NEAR_TIE,
+    as_sets,
     assert_close,
+    assert_gradients_close,
     boundary_gap,
     fault_config,
     names_of,
@@ -148,7 +151,7 @@ def test_casts_leave_the_float32_parts(dtype):
     assert relative_error(asked(ids), wide(ids)) > 1e-4
 
 
-def test_there_and_back(model=None):
+def test_there_and_back():
     """Widened and narrowed again, a model is what it was; narrowed and widened, its float32 parts are."""
     config = fault_config()
     wide = Dsv4.from_config(config, seed=2)
@@ -208,7 +211,7 @@ def test_hooks_change_no_dtype():
     plain, cache = model.run_with_cache(ids, "**")
     names = [name for name in model.hook_dict if name.endswith(("layer_output", "attention_output", "mlp_input", "attention_keys"))]
     for edit in (lambda x, hook: x.float(), lambda x, hook: x * 1.0, lambda x, hook: x * torch.ones(1)):
-        with model.hooks([(names, edit)] if False else [(name, edit) for name in names]):
+        with model.hooks([(name, edit) for name in names]):
             logits, edited = model.run_with_cache(ids, "**")
         assert torch.equal(logits, plain)
         assert {name: value.dtype for name, value in edited.items()} == {name: value.dtype for name, value in cache.items()}
@@ -217,20 +220,35 @@ def test_hooks_change_no_dtype():
     assert all(p.grad is None or p.grad.dtype == p.dtype for p in model.parameters())
 
 
-def test_reading_everything_changes_no_choice_in_bfloat16():
-    """Identity 10: the same routes and selections, logits within twice the bfloat16 error."""
-    for seed in range(6):
-        config = random_config(random.Random(seed))
-        model = Dsv4.from_config(config, seed=seed, dtype=torch.bfloat16)
-        ids = random_ids(config, 2, 50, seed)
-        with torch.no_grad():
-            plain = model(ids)
-            watched, everything = model.run_with_cache(ids, "**", max_bytes=None)
-            _, choices = model.run_with_cache(ids, names_of(model, CHOICES[:2]))
-            truth = copy.deepcopy(model).float()(ids)
-        for name, value in choices.items():
-            assert torch.equal(everything[name], value), f"seed {seed}: {name}"
-        assert deviation(watched, plain) <= 2 * deviation(plain, truth)
+def test_reading_everything_changes_no_bit_while_one_band_holds_every_token():
+    """The spelled-out ways are then the same operations in the same order; in bfloat16 that keeps every choice."""
+    for seed in range(8):
+        for dtype in (torch.bfloat16, torch.float32):
+            # Kept entries are gathered where there are many more than that.
+            config = random_config(random.Random(seed), index_topk=5)
+            model = Dsv4.from_config(config, seed=seed, dtype=dtype)
+            ids = random_ids(config, 2, 50, seed)
+            mask = torch.ones_like(ids)
+            mask[1, : 7 * seed] = 0
+            with torch.no_grad():
+                plain, choices = model.run_with_cache(ids, names_of(model, CHOICES[:2]), attention_mask=mask)
+                watched, everything = model.run_with_cache(ids, "**", max_bytes=None, attention_mask=mask)
+            for name, value in choices.items():
+                assert torch.equal(everything[name], value), f"seed {seed}: {name}"
+            assert torch.equal(watched, plain), f"seed {seed}"
+
+
+def test_reading_everything_of_a_long_row_in_bfloat16():
+    """Identity 10, past one band: logits within twice the bfloat16 error, choices but for a few of thousands."""
+    model = Dsv4.from_config(fault_config(), seed=1, dtype=torch.bfloat16)
+    ids = random_ids(model.config, 2, 300)
+    with torch.no_grad():
+        plain, choices = model.run_with_cache(ids, names_of(model, CHOICES[:2]))
+        watched, everything = model.run_with_cache(ids, "**", max_bytes=None)
+        truth = copy.deepcopy(model).float()(ids)
+    differing = sum(int((as_sets(everything[name]) != as_sets(value)).any(-1).sum()) for name, value in choices.items())
+    assert differing <= 20
+    assert deviation(watched, plain) <= 2 * deviation(plain, truth)
 
 
 # Float64.
@@ -274,13 +292,11 @@ def test_float32_is_as_good_as_float32_can_be():
 # Two ways: fused while nobody listens, spelled out while everything is kept with its graph.
 
 
-def both_ways(model: Dsv4, ids: Tensor, mask: Tensor | None = None) -> list[tuple[Tensor, list[Tensor | None]]]:
-    results = []
-    for way in (lambda: model(ids, attention_mask=mask), lambda: model.run_with_cache(ids, "**", detach=False, max_bytes=None, attention_mask=mask)[0]):
-        logits = way()
-        weight = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view(logits.shape)
-        results.append((logits, list(torch.autograd.grad((logits * weight).sum(), list(model.parameters()), allow_unused=True))))
-    return results
+def value_and_gradients(model: Dsv4, logits: Tensor) -> tuple[Tensor, dict[str, Tensor | None]]:
+    weight = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view(logits.shape)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    grads = torch.autograd.grad((logits * weight).sum(), parameters, allow_unused=True)
+    return logits, dict(zip(names, grads, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -288,16 +304,15 @@ def test_fused_and_spelled_out_agree_in_value_and_gradient(seed: int):
     draw = random.Random(200 + seed)
     config = random_config(draw)
     model = Dsv4.from_config(config, seed=seed, dtype=torch.float64 if seed % 3 == 0 else torch.float32)
-    width = draw.choice((1, 5, 33, 70))
-    mask = torch.ones(2, width, dtype=torch.int64)
+    width = draw.choice((1, 5, 33, 70, 200))
+    ids, mask = random_ids(config, 2, width, seed), torch.ones(2, width, dtype=torch.int64)
     mask[1, : draw.randint(0, width - 1)] = 0
-    (logits, grads), (spelled, spelled_grads) = both_ways(model, random_ids(config, 2, width, seed), mask)
+    logits, grads = value_and_gradients(model, model(ids, attention_mask=mask))
+    watched = model.run_with_cache(ids, "**", detach=False, max_bytes=None, attention_mask=mask)[0]
+    spelled, spelled_grads = value_and_gradients(model, watched)
     exact = model.dtype == torch.float64
     assert_close(logits, spelled, "float64" if exact else "watched")
-    for (name, _), grad, other in zip(model.named_parameters(), grads, spelled_grads, strict=True):
-        assert (grad is None) == (other is None), name
-        if grad is not None:
-            assert_close(grad, other, "float64 gradient" if exact else "watched gradient", name)
+    assert_gradients_close(grads, spelled_grads, "float64 gradient" if exact else "watched gradient")
 
 
 @pytest.mark.parametrize("block", [SLIDING, CSA, HCA])
@@ -330,15 +345,14 @@ def test_gradients_are_transformers():
         config = random_config(random.Random(400 + seed))
         model = Dsv4.from_config(config, seed=seed)
         theirs, ids = twin(model), random_ids(config, 2, 40, seed)
-        from dsv4.convert.names import Place, from_place
-
         weight = torch.linspace(-1, 1, config.vocab_size)
         names, parameters = zip(*model.named_parameters(), strict=True)
-        grads = torch.autograd.grad((model(ids) @ weight).sum(), parameters, allow_unused=True)
-        twins = dict(theirs.named_parameters())
-        counterparts = [twins[from_place("transformers", Place(name))] for name in names]
-        expected = torch.autograd.grad((theirs(input_ids=ids).logits @ weight).sum(), counterparts, allow_unused=True)
-        for name, grad, other in zip(names, grads, expected, strict=True):
-            assert (grad is None) == (other is None), name
-            if grad is not None:
-                assert_close(grad, other, "watched gradient", f"seed {seed}: {name}")
+        counterparts = dict(theirs.named_parameters())
+        results = []
+        for logits, leaves in (
+            (model(ids), parameters),
+            (theirs(input_ids=ids).logits, [counterparts[from_place("transformers", Place(name))] for name in names]),
+        ):
+            grads = torch.autograd.grad((logits @ weight).sum(), leaves, allow_unused=True)
+            results.append(dict(zip(names, grads, strict=True)))
+        assert_gradients_close(*results, "watched gradient")
