@@ -1,7 +1,7 @@
 """A folder that appears whole: written beside its target, synced to disk, then renamed.
 
-The target's name never shows half of it. Replacing an old folder takes two renames, with nothing under the name between
-them; the old one is removed last.
+The target's name never shows half of it. Replacing an old folder takes two renames, with nothing
+under the name between them; the old one is removed last.
 """
 
 import os
@@ -34,10 +34,11 @@ class PartialFolder:
 
 @contextmanager
 def new_folder(target: Path, *, overwrite: bool, marker: str) -> Iterator[PartialFolder]:
-    """Yield a folder beside `target` that takes its name when the block ends, and is removed if the block raises.
+    """Yield a folder beside `target`; it takes its name at the end, and is removed on an exception.
 
-    Raises FileExistsError, before anything is written, where `target` is not an empty folder: unless `overwrite` is given
-    and it holds `marker`, the file by which a folder of this kind is known.
+    Raises FileExistsError, before anything is written, where `target` is not an empty folder:
+    unless `overwrite` is given and it holds `marker`, the file by which a folder of this kind is
+    known.
     """
     # The folder itself and not a link to it is what gets renamed.
     target = target.resolve()
@@ -86,10 +87,13 @@ def _refuse(target: Path, overwrite: bool, marker: str) -> None:
     if not any(target.iterdir()):
         return
     if not overwrite:
-        raise FileExistsError(f"{target} is not empty; pass overwrite=True to replace it, or another folder")
+        raise FileExistsError(
+            f"{target} is not empty; pass overwrite=True to replace it, or another folder"
+        )
     if not (target / marker).is_file():
         raise FileExistsError(
-            f"{target} is not empty and holds no {marker}, so it is no checkpoint and is not replaced; pass another folder"
+            f"{target} is not empty and holds no {marker}, so it is no checkpoint and is not "
+            "replaced; pass another folder"
         )
 
 

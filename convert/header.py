@@ -1,7 +1,7 @@
-"""safetensors files without their data: the header of each shard, the index, and whether they agree.
+"""safetensors files without their data: headers, the index, and whether they agree.
 
-A file is 8 bytes of header length (little endian), the header (JSON: name -> dtype, shape, data_offsets), then the data
-without holes. Nothing here reads a byte beyond the headers.
+A file is 8 bytes of header length (little endian), the header (JSON: name -> dtype, shape,
+data_offsets), then the data without holes. Nothing here reads a byte beyond the headers.
 """
 
 import json
@@ -20,7 +20,9 @@ MAX_HEADER_BYTES = 100_000_000
 DTYPE_BITS = {
     **dict.fromkeys(("F4",), 4),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(
+        ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8
+    ),
     **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
     **dict.fromkeys(("I32", "U32", "F32"), 32),
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
@@ -28,9 +30,15 @@ DTYPE_BITS = {
 # Folders that hold something else: a pattern of file names, and what it says about the folder.
 OTHER_FILES = (
     (r".*\.gguf", "GGUF files, which dsv4 does not read; use the safetensors release"),
-    (r"model\d+-mp\d+\.safetensors", "rank files of DeepSeek's inference/convert.py; use the release they were made from"),
+    (
+        r"model\d+-mp\d+\.safetensors",
+        "rank files of DeepSeek's inference/convert.py; use the release they were made from",
+    ),
     (r".*\.safetensors", f"shards but no {INDEX_NAME}; download the index too"),
-    (r".*\.(bin|pt|pth)", "PyTorch pickles, which dsv4 does not read; save the model as safetensors"),
+    (
+        r".*\.(bin|pt|pth)",
+        "PyTorch pickles, which dsv4 does not read; save the model as safetensors",
+    ),
 )
 _GIT_LFS = b"version https://git-lfs"
 
@@ -61,19 +69,25 @@ class Shard:
 def read_shards(folder: Path) -> tuple[list[Shard], Problems]:
     """Headers of every shard of the folder, and what is wrong with them or with the index.
 
-    Raises CheckpointError where there is nothing to read: no index and no single file, or an index that is no JSON.
+    Raises CheckpointError where there is nothing to read: no index and no single file, or an index
+    that is no JSON.
     """
     index = folder / INDEX_NAME
     single = folder / SINGLE_NAME
     problems = Problems()
     if not index.exists():
         if not single.exists():
-            raise CheckpointError(f"{folder} has no {SINGLE_NAME} and no {INDEX_NAME}{_found_instead(folder)}")
+            raise CheckpointError(
+                f"{folder} has no {SINGLE_NAME} and no {INDEX_NAME}{_found_instead(folder)}"
+            )
         return _read_all(folder, [SINGLE_NAME], problems), problems
     weight_map = _weight_map(index)
     files = sorted(set(weight_map.values()))
     if single.exists() and SINGLE_NAME not in files:
-        problems.add("two checkpoints in one folder", f"{SINGLE_NAME} beside an {INDEX_NAME} that does not name it")
+        problems.add(
+            "two checkpoints in one folder",
+            f"{SINGLE_NAME} beside an {INDEX_NAME} that does not name it",
+        )
     shards = _read_all(folder, files, problems)
     _compare(weight_map, shards, problems)
     return shards, problems
@@ -93,7 +107,9 @@ def read_header(folder: Path, file: str, problems: Problems) -> Shard | None:
             problems.add("not a safetensors file", f"{file}: {size} bytes")
             return None
         if 8 + length > size:
-            problems.add("truncated file", f"{file}: {size} bytes, but its header alone ends at {8 + length}")
+            problems.add(
+                "truncated file", f"{file}: {size} bytes, but its header alone ends at {8 + length}"
+            )
             return None
         text = stream.read(length)
     try:
@@ -138,13 +154,22 @@ def _check_extents(shard: Shard, data_start: int, problems: Problems) -> None:
     at = data_start
     for tensor in sorted(shard.tensors.values(), key=lambda t: (t.begin, t.end)):
         if tensor.begin != at:
-            what = "overlaps the tensor before it" if tensor.begin < at else "leaves a hole before it"
-            problems.add("data offsets that do not fit together", f"{shard.file}: {tensor.name} {what}")
+            what = (
+                "overlaps the tensor before it" if tensor.begin < at else "leaves a hole before it"
+            )
+            problems.add(
+                "data offsets that do not fit together", f"{shard.file}: {tensor.name} {what}"
+            )
         at = max(at, tensor.end)
     if at > shard.nbytes:
-        problems.add("truncated file", f"{shard.file}: {shard.nbytes} bytes, but its tensors end at {at}")
+        problems.add(
+            "truncated file", f"{shard.file}: {shard.nbytes} bytes, but its tensors end at {at}"
+        )
     elif at < shard.nbytes:
-        problems.add("file longer than its tensors", f"{shard.file}: {shard.nbytes} bytes, tensors end at {at}")
+        problems.add(
+            "file longer than its tensors",
+            f"{shard.file}: {shard.nbytes} bytes, tensors end at {at}",
+        )
 
 
 def _read_all(folder: Path, files: list[str], problems: Problems) -> list[Shard]:
@@ -159,10 +184,14 @@ def _weight_map(index: Path) -> dict[str, str]:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         entries = list(weight_map.items())
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"{index} is not an index with a weight_map: {error!r}; download it again") from error
+        raise CheckpointError(
+            f"{index} is not an index with a weight_map: {error!r}; download it again"
+        ) from error
     for name, file in entries:
         if not isinstance(file, str) or Path(file).name != file:
-            raise CheckpointError(f"{index} places {name} in {file!r}, which is not a file beside it")
+            raise CheckpointError(
+                f"{index} places {name} in {file!r}, which is not a file beside it"
+            )
     return weight_map
 
 
@@ -174,7 +203,11 @@ def _compare(weight_map: dict[str, str], shards: list[Shard], problems: Problems
             places.setdefault(name, []).append(file)
     problems.add(
         "in the index, but not in the shard it names",
-        [f"{name} ({file})" for name, file in weight_map.items() if file in read and name not in read[file]],
+        [
+            f"{name} ({file})"
+            for name, file in weight_map.items()
+            if file in read and name not in read[file]
+        ],
     )
     problems.add(
         "in a shard, but not in the index",

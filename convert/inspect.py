@@ -1,4 +1,4 @@
-"""What a checkpoint folder holds, from config.json and the headers alone: what `dsv4 inspect` prints."""
+"""What a checkpoint folder holds, from config.json and headers: what `dsv4 inspect` prints."""
 
 import re
 from collections import Counter
@@ -36,9 +36,13 @@ class Amount:
 class Report:
     """The findings; `str` lays them out.
 
-    file_bytes counts headers too, stored the tensors alone. dtypes: by stored dtype. modules: how many linear maps and
-    expert banks of each name are stored in which format. blocks: runs of equal blocks, as (first, last, attention, mlp).
-    memory: bytes of the parameters in memory, codes kept ("native") or decoded. problems: what `Checkpoint.check` raises.
+    Attributes:
+        file_bytes: of the shards, headers included; `stored` counts the tensors alone.
+        dtypes: by stored dtype.
+        modules: how many linear maps and expert banks of each name are stored in which format.
+        blocks: runs of equal blocks, as (first, last, attention, mlp).
+        memory: bytes of the model in memory, codes kept ("native") or decoded.
+        problems: what `Checkpoint.check` raises.
     """
 
     folder: Path
@@ -85,14 +89,15 @@ class Report:
 def inspect_checkpoint(folder: str | Path, *, strict_config: bool = False) -> Report:
     """Read config.json and headers and report; reads no weights.
 
-    Faults of the files are in the report's `problems`, not raised. Raises CheckpointError where there is nothing to
-    report on (`open_checkpoint`).
+    Faults of the files are in the report's `problems`, not raised. Raises CheckpointError where
+    there is nothing to report on (`open_checkpoint`).
     """
     checkpoint = open_checkpoint(folder, strict_config=strict_config)
     stored = [tensor for shard in checkpoint.shards for tensor in shard.tensors.values()]
     by_name = {tensor.name: tensor for tensor in stored}
     skipped = {
-        label: _amount(by_name[name] for name in found) for label, found in checkpoint.extras.items()
+        label: _amount(by_name[name] for name in found)
+        for label, found in checkpoint.extras.items()
     }
     sources = checkpoint.sources.values()
     pieces = [piece for source in sources for piece in source.pieces]
@@ -139,7 +144,7 @@ def _by_dtype(stored: list[StoredTensor]) -> dict[str, Amount]:
 
 
 def _draft(stored: Iterable[str]) -> str | None:
-    """Kind and number of the draft stages; the config's num_nextn_predict_layers is 1 where files have three."""
+    """Kind and number of the draft stages; config.json says 1 stage where files have three."""
     found = [match for name in stored if (match := _DRAFT.fullmatch(name))]
     if not found:
         return None
@@ -152,13 +157,17 @@ def _draft(stored: Iterable[str]) -> str | None:
 def _modules(checkpoint: Checkpoint) -> dict[str, Counter[Format]]:
     modules: dict[str, Counter[Format]] = {}
     for module, form in checkpoint.formats.items():
-        modules.setdefault(names.without_block(module).removeprefix("layers.{layer}."), Counter())[form] += 1
+        modules.setdefault(names.without_block(module).removeprefix("layers.{layer}."), Counter())[
+            form
+        ] += 1
     return modules
 
 
 def _blocks(config: Dsv4Config) -> list[tuple[int, int, str, str]]:
     runs: list[tuple[int, int, str, str]] = []
-    for layer, (attention, mlp) in enumerate(zip(config.layer_types, config.mlp_layer_types, strict=True)):
+    for layer, (attention, mlp) in enumerate(
+        zip(config.layer_types, config.mlp_layer_types, strict=True)
+    ):
         rate = config.rate(layer)
         kind = attention if rate is None else f"{attention} (1 entry per {rate} tokens)"
         if runs and runs[-1][2:] == (kind, mlp):

@@ -1,8 +1,9 @@
-"""Which tensors a model of a given config has: shape, dtype in memory, and format in the released files.
+"""Which tensors a model of a config has: shape, dtype in memory, format in the released files.
 
-The table is data; `layout(config)` expands it over the blocks. Axes: V vocabulary, D width, M residual streams,
-N heads x H head width, R rope; Q and O the low ranks of queries and outputs, G output groups; L and K indexer heads and
-their width; E experts, F expert width, T experts per token; W tokens per compressed entry; C is 2 where windows overlap.
+The table is data; `layout(config)` expands it over the blocks. Axes: V vocabulary, D width, M
+residual streams, N heads x H head width, R rope; Q and O the low ranks of queries and outputs, G
+output groups; L and K indexer heads and their width; E experts, F expert width, T experts per
+token; W tokens per compressed entry; C is 2 where windows overlap.
 """
 
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ class Spec:
 
 
 def layout(config: Dsv4Config) -> dict[str, Spec]:
-    """Every tensor of the dense model by its state_dict name, in the order of the forward; scales are not listed."""
+    """Every tensor of the dense model by its state_dict name, in the order of the forward."""
     sizes = _sizes(config)
     top = {name: _spec(axes, dtype, official, sizes) for name, axes, dtype, official in TOP}
     tensors = {"embed_tokens.weight": top.pop("embed_tokens.weight")}

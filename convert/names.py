@@ -3,13 +3,15 @@
 Naming schemes of files:
 
 - official: DeepSeek's own names, as in the released files;
-- hybrid: what transformers' `save_pretrained` writes by default: `model.layers.N.` in front of the official leaf names;
+- hybrid: what transformers' `save_pretrained` writes by default: `model.layers.N.` in front of the
+  official leaf names;
 - transformers: module paths of transformers' deepseek_v4.
 
-Our names are the state_dict names of dsv4. Where a file keeps an expert by itself, one of our tensors is a stack of many
-of the file's: a `Place` says which tensor, which expert of the stack and which half of its rows.
-A name is read by its dotted parts, never by substring: `layers.1` and `layers.13`, `kv_norm` and `compressor.kv_norm`,
-`hc_attn_scale` and `wq_a.scale` cannot be confused. The scale of `X.weight` has a row of its own.
+Our names are the state_dict names of dsv4. Where a file keeps an expert by itself, one of our
+tensors is a stack of many of the file's: a `Place` says which tensor, which expert of the stack and
+which half of its rows. A name is read by its dotted parts, never by substring: `layers.1` and
+`layers.13`, `kv_norm` and `compressor.kv_norm`, `hc_attn_scale` and `wq_a.scale` cannot be
+confused. The scale of `X.weight` has a row of its own.
 """
 
 import functools
@@ -30,8 +32,8 @@ GATE, UP = 0, 1
 class Place:
     """Where a file's tensor goes: one of our tensors, or a slice of a stacked one.
 
-    `name` is ours; `expert` its index on the first axis and `half` GATE or UP on the second, None where the file's tensor
-    is the whole of that axis.
+    `name` is ours; `expert` its index on the first axis and `half` GATE or UP on the second, None
+    where the file's tensor is the whole of that axis.
     """
 
     name: str
@@ -41,7 +43,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: templates with {layer} and {expert}; a scheme that has no such tensor has None."""
+    """One line of the table: templates with {layer} and {expert}; a scheme that has no such tensor
+    has None."""
 
     ours: str
     official: str | None
@@ -55,7 +58,12 @@ class Row:
 
 # ours, official, hybrid, transformers
 TOP = (
-    ("embed_tokens.weight", "embed.weight", "model.embed_tokens.weight", "model.embed_tokens.weight"),
+    (
+        "embed_tokens.weight",
+        "embed.weight",
+        "model.embed_tokens.weight",
+        "model.embed_tokens.weight",
+    ),
     ("hc_head.hc_fn", "hc_head_fn", "model.hc_head.hc_fn", "model.hc_head.hc_fn"),
     ("hc_head.hc_base", "hc_head_base", "model.hc_head.hc_base", "model.hc_head.hc_base"),
     ("hc_head.hc_scale", "hc_head_scale", "model.hc_head.hc_scale", "model.hc_head.hc_scale"),
@@ -63,8 +71,8 @@ TOP = (
     ("lm_head.weight", "head.weight", "head.weight", "lm_head.weight"),
 )
 
-# Below layers.{layer}.: ours, official. `model.` in front of the official name is the hybrid one and `model.` in front of
-# ours the transformers one, with the exceptions below.
+# Below layers.{layer}.: ours, official. `model.` in front of the official name is the hybrid one
+# and `model.` in front of ours the transformers one, with the exceptions below.
 BLOCK = (
     ("attn_hc.fn", "hc_attn_fn"),
     ("attn_hc.base", "hc_attn_base"),
@@ -104,25 +112,30 @@ LINEAR = (
     ("mlp.shared_experts.up_proj", "ffn.shared_experts.w3"),
 )
 
-# Stacked expert tensors below layers.{layer}.: ours, the half of its rows, official name of one expert's part.
+# Stacked expert tensors below layers.{layer}.: ours, the half of its rows, official name of one
+# expert's part.
 EXPERTS = (
     ("mlp.experts.gate_up_proj", GATE, "ffn.experts.{expert}.w1"),
     ("mlp.experts.gate_up_proj", UP, "ffn.experts.{expert}.w3"),
     ("mlp.experts.down_proj", None, "ffn.experts.{expert}.w2"),
 )
 
-# Official leaf -> hybrid leaf where they differ: transformers undoes `.norm.` -> `.kv_norm.` too often.
+# Official leaf -> hybrid leaf where they differ: transformers undoes `.norm.` -> `.kv_norm.` too
+# often.
 HYBRID_EXCEPTIONS = {"attn.kv_norm.weight": "attn.norm.weight"}
 # Ours -> transformers, by path below the block.
 TRANSFORMERS_EXCEPTIONS = {"mlp.router.": "mlp.gate."}
 
-# What the released files hold beyond the language model, by official name: a label and the pattern of the whole name.
-# `model.` in front is allowed, for files renamed by others.
+# What the released files hold beyond the language model, by official name: a label and the pattern
+# of the whole name. `model.` in front is allowed, for files renamed by others.
 EXTRAS = (
     ("mtp (draft layers)", re.compile(r"(model\.)?mtp\..+")),
     ("vision tower", re.compile(r"(model\.)?(vision|aligner)\..+")),
     ("image tokens", re.compile(r"(model\.)?image_(start|end|pad|newline)")),
-    ("router bias for image tokens", re.compile(r"(model\.)?layers\.\d+\.(ffn|mlp)\.gate\.bias_vl")),
+    (
+        "router bias for image tokens",
+        re.compile(r"(model\.)?layers\.\d+\.(ffn|mlp)\.gate\.bias_vl"),
+    ),
 )
 # Skipped on a hash block, where only image tokens would use it.
 HASH_BLOCK_EXTRA = "mlp.router.e_score_correction_bias"
@@ -146,7 +159,9 @@ def count_known(stored: Iterable[str]) -> dict[Scheme, int]:
     """How many of the files' names each scheme knows."""
     templates = Counter(_generalise(name)[0] for name in stored)
     return {
-        scheme: sum(count for template, count in templates.items() if template in _by_template(scheme))
+        scheme: sum(
+            count for template, count in templates.items() if template in _by_template(scheme)
+        )
         for scheme in SCHEMES
     }
 
@@ -182,7 +197,8 @@ def scale_of(name: str) -> str:
 
 
 def can_be_scaled(name: str) -> bool:
-    """Whether a tensor of our name may be quantised: the linear maps of LINEAR and the stacked experts."""
+    """Whether a tensor of our name may be quantised: the linear maps of LINEAR and the stacked
+    experts."""
     return _generalise(scale_of(name))[0] in _our_templates()
 
 
@@ -197,7 +213,10 @@ def extra_label(name: str) -> str | None:
 def _rows() -> tuple[Row, ...]:
     plain = [(ours, official) for ours, official in BLOCK]
     for ours, official in LINEAR:
-        plain += [(f"{ours}.weight", f"{official}.weight"), (f"{ours}.weight_scale_inv", f"{official}.scale")]
+        plain += [
+            (f"{ours}.weight", f"{official}.weight"),
+            (f"{ours}.weight_scale_inv", f"{official}.scale"),
+        ]
     rows = [Row(*names) for names in TOP]
     rows += [_block_row(ours, official) for ours, official in plain]
     for ours, half, official in EXPERTS:

@@ -1,7 +1,8 @@
 """Repackagings of DeepSeek-V4 by third parties that dsv4 does not read, and how each is recognised.
 
-They quantise by other rules, so that a reader of the official formats would at best fail on a missing name and at worst
-take codes for weights. The signs are data: names of the quantiser in config.json, and endings of tensor names.
+They quantise by other rules, so that a reader of the official formats would at best fail on a
+missing name and at worst take codes for weights. The signs are data: names of the quantiser in
+config.json, and endings of tensor names.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,7 @@ OFFICIAL_METHOD = "fp8"
 
 @dataclass(frozen=True)
 class Packaging:
-    """`methods`: values of quant_method; `config_keys`: keys of config.json or of its quantization_config."""
+    """methods: of quant_method; config_keys: of config.json or its quantization_config."""
 
     what: str
     methods: tuple[str, ...] = ()
@@ -39,7 +40,10 @@ PACKAGINGS = (
         endings=(".weight_packed", ".weight_global_scale", ".weight_zero_point"),
     ),
     Packaging(
-        "an MLX file", methods=("mlx",), config_keys=("quantization",), endings=(".scales", ".biases")
+        "an MLX file",
+        methods=("mlx",),
+        config_keys=("quantization",),
+        endings=(".scales", ".biases"),
     ),
     Packaging("an AMD Quark file", methods=("quark",)),
     Packaging(
@@ -52,7 +56,11 @@ PACKAGINGS = (
         methods=("auto-round", "auto_round", "intel/auto-round", "gptq", "awq", "gptqmodel"),
         endings=(".qweight", ".qzeros", ".g_idx"),
     ),
-    Packaging("an ExLlama file", methods=("exl2", "exl3"), endings=(".trellis", ".q_weight", ".suh", ".svh")),
+    Packaging(
+        "an ExLlama file",
+        methods=("exl2", "exl3"),
+        endings=(".trellis", ".q_weight", ".suh", ".svh"),
+    ),
     Packaging(
         "a bitsandbytes file",
         methods=("bitsandbytes",),
@@ -64,24 +72,32 @@ PACKAGINGS = (
 )
 
 
-def refuse_packagings(where: object, config: Mapping[str, Any], names: Iterable[str], dtypes: Iterable[str]) -> None:
-    """Raises CheckpointError with one sentence if config.json or the tensor names belong to a known other format."""
+def refuse_packagings(
+    where: object, config: Mapping[str, Any], names: Iterable[str], dtypes: Iterable[str]
+) -> None:
+    """Raises CheckpointError where config.json or the names say another format."""
     quantisation = config.get("quantization_config") or {}
     if not isinstance(quantisation, Mapping):
-        raise CheckpointError(f"{where}: quantization_config is {quantisation!r}; expected an object")
+        raise CheckpointError(
+            f"{where}: quantization_config is {quantisation!r}; expected an object"
+        )
     method = quantisation.get("quant_method", OFFICIAL_METHOD)
     keys = {*config, *quantisation}
     names = list(names)
     for packaging in PACKAGINGS:
         sign = _sign(packaging, method, keys, names)
         if sign is not None:
-            raise CheckpointError(f"{where} is {packaging.what} ({sign}); {READABLE}. Use one of those instead.")
+            raise CheckpointError(
+                f"{where} is {packaging.what} ({sign}); {READABLE}. Use one of those instead."
+            )
     if method != OFFICIAL_METHOD:
-        raise CheckpointError(f"{where} has quant_method {method!r}; {READABLE}. Use one of those instead.")
+        raise CheckpointError(
+            f"{where} has quant_method {method!r}; {READABLE}. Use one of those instead."
+        )
     if "F4" in set(dtypes):
         raise CheckpointError(
-            f"{where} holds tensors of dtype F4, as DeepSeek's inference/convert.py writes them; {READABLE}. "
-            "Use the release that it was made from."
+            f"{where} holds tensors of dtype F4, as DeepSeek's inference/convert.py writes them; "
+            f"{READABLE}. Use the release that it was made from."
         )
 
 

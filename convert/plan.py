@@ -1,7 +1,8 @@
-"""How each tensor of the model is made from the tensors of a checkpoint, from headers alone, and what does not fit.
+"""How each tensor of the model is made from those of a checkpoint, and what does not fit.
 
-The stored dtype decides: F8_E4M3 needs a scale per 128x128 block, I8 under the experts is packed FP4 and needs one per
-1x32, anything else is taken as it is and must have none. The config is checked against that, never believed over it.
+The stored dtype decides: F8_E4M3 needs a scale per 128x128 block, I8 under the experts is packed
+FP4 and needs one per 1x32, anything else is taken as it is and must have none. The config is
+checked against that, never believed over it.
 """
 
 from collections import Counter
@@ -44,7 +45,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Source:
-    """How one of our tensors is made: whole from one piece, or stacked from the pieces of its experts."""
+    """How one of our tensors is made: from one piece, or stacked from those of its experts."""
 
     name: str
     spec: Spec
@@ -76,7 +77,7 @@ def is_gate_up(name: str) -> bool:
 
 
 def module_of(name: str) -> str:
-    """The module that owns a tensor of our name: `X` of `X.weight`, the bank of a stacked expert tensor."""
+    """The module that owns a tensor of our name: `X` of `X.weight`, the bank of stacked experts."""
     return name.rpartition(".")[0]
 
 
@@ -87,7 +88,7 @@ def stored_dtype(source: Source) -> torch.dtype:
 
 
 def make_plan(config: Dsv4Config, stored: Mapping[str, StoredTensor]) -> Plan:
-    """Match the stored tensors with the layout of the config; what does not fit is in the plan's problems."""
+    """Match the stored tensors with the layout of the config; what does not fit is a problem."""
     known = names.count_known(stored)
     scheme = max(SCHEMES, key=lambda scheme: known[scheme])
     problems = Problems()
@@ -152,7 +153,11 @@ def _extra_label(name: str, place: Place | None, wanted: Collection[Place]) -> s
 
 
 def _source(
-    scheme: Scheme, name: str, spec: Spec, by_place: Mapping[Place, StoredTensor], problems: Problems
+    scheme: Scheme,
+    name: str,
+    spec: Spec,
+    by_place: Mapping[Place, StoredTensor],
+    problems: Problems,
 ) -> Source | None:
     pieces = []
     for place in places(scheme, name, spec):
@@ -169,7 +174,9 @@ def _source(
         problems.add("experts of one block in different formats", f"{name}: {', '.join(stored)}")
     kinds = {"F32" if piece.scale.dtype == "F32" else "E8M0" for piece in pieces if piece.scale}
     if len(kinds) > 1:
-        problems.add("experts of one block in different formats", f"{name}: scales in E8M0 and in F32")
+        problems.add(
+            "experts of one block in different formats", f"{name}: scales in E8M0 and in F32"
+        )
         return None
     if len(formats) != 1 or len(pieces) < len(places(scheme, name, spec)):
         return None
@@ -178,8 +185,8 @@ def _source(
 
 
 def _format(piece: Piece, spec: Spec, name: str, problems: Problems) -> Format | None:
-    """The format of one stored tensor; None, and a problem, where dtype, shape or scale are wrong."""
-    weight, scale = piece.weight, piece.scale
+    """The format of one stored tensor; None, and a problem, if dtype, shape or scale is wrong."""
+    weight = piece.weight
     if names.can_be_scaled(name) and weight.dtype == "F8_E4M3":
         found, allowed = "fp8", ()
     elif spec.is_experts and weight.dtype == "I8":
@@ -188,23 +195,28 @@ def _format(piece: Piece, spec: Spec, name: str, problems: Problems) -> Format |
         found = "dense"
         allowed = INTEGER_DTYPES if spec.dtype is INT64 else tuple(FLOAT_DTYPES)
     if allowed and weight.dtype not in allowed:
-        problems.add("wrong dtype", f"{weight.name}: {weight.dtype}, expected one of {', '.join(allowed)}")
+        problems.add(
+            "wrong dtype", f"{weight.name}: {weight.dtype}, expected one of {', '.join(allowed)}"
+        )
         return None
     shape = part_shape(spec, piece.place)
     expected = (*shape[:-1], shape[-1] // 2) if found == "fp4" else shape
     if weight.shape != expected or (found == "fp4" and shape[-1] % FP4_BLOCK):
-        problems.add("wrong shape", f"{weight.name}: {list(weight.shape)}, expected {list(expected)}")
+        problems.add(
+            "wrong shape", f"{weight.name}: {list(weight.shape)}, expected {list(expected)}"
+        )
         return None
-    if not _scale_fits(piece, found, problems):
-        return None
-    return found
+    return found if _scale_fits(piece, found, problems) else None
 
 
 def _scale_fits(piece: Piece, found: Format, problems: Problems) -> bool:
     weight, scale = piece.weight, piece.scale
     if found == "dense":
         if scale is not None:
-            problems.add("scales of a weight that is not quantised", f"{scale.name}: its weight is {weight.dtype}")
+            problems.add(
+                "scales of a weight that is not quantised",
+                f"{scale.name}: its weight is {weight.dtype}",
+            )
         return scale is None
     if scale is None:
         problems.add("quantised weights without a scale", f"{weight.name}: {weight.dtype}")
@@ -217,7 +229,7 @@ def _scale_fits(piece: Piece, found: Format, problems: Problems) -> bool:
     if found == "fp8" and stacked_pair and (weight.shape[-2] // 2) % FP8_BLOCK:
         problems.add(
             f"stacked gate and up whose halves are no whole blocks of {FP8_BLOCK} rows",
-            f"{weight.name}: {list(weight.shape)}; one grid of scales over both cannot be told from one for each",
+            f"{weight.name}: {list(weight.shape)}; one grid of scales or two, it cannot be told",
         )
         return False
     expected = fp4_scale_shape(weight.shape) if found == "fp4" else fp8_scale_shape(weight.shape)
@@ -242,17 +254,25 @@ def _formats(sources: Mapping[str, Source], problems: Problems) -> dict[str, For
 def _check_config(config: Dsv4Config, formats: Mapping[str, Format], problems: Problems) -> None:
     found = Counter(format for module, format in formats.items() if module.endswith("mlp.experts"))
     declared = config.expert_dtype
-    # BF16 experts under a stale expert_dtype are what transformers writes: harmless. So is its absence (April files).
+    # BF16 experts under a stale expert_dtype are what transformers writes: harmless. So is its
+    # absence (April files).
     for format in ("fp8", "fp4"):
         if found[format] and declared is not None and EXPERT_DTYPES.get(declared) != format:
             problems.add(
                 "config.json against the files",
-                f"expert_dtype is {declared!r}, but the experts of {found[format]} blocks are stored as {format}",
+                f"expert_dtype is {declared!r}, but the experts of {found[format]} blocks are "
+                f"stored as {format}",
             )
     quantisation = config.quantization_config or {}
     block = quantisation.get("weight_block_size")
     if "fp8" in formats.values():
         if block is not None and list(block) != [FP8_BLOCK, FP8_BLOCK]:
-            problems.add("config.json against the files", f"weight_block_size is {list(block)}, read are 128 x 128")
+            problems.add(
+                "config.json against the files",
+                f"weight_block_size is {list(block)}, read are 128 x 128",
+            )
         if quantisation.get("fmt", "e4m3") != "e4m3":
-            problems.add("config.json against the files", f"fmt is {quantisation['fmt']!r}, stored is F8_E4M3")
+            problems.add(
+                "config.json against the files",
+                f"fmt is {quantisation['fmt']!r}, stored is F8_E4M3",
+            )

@@ -7,7 +7,7 @@ SHOWN = 10
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read as it is; the message lists what is wrong, with the names concerned."""
+    """A checkpoint that cannot be read as it is; the message lists what is wrong, with names."""
 
 
 @dataclass

@@ -4,8 +4,9 @@
     checkpoint.check()                           # one error with everything that does not fit
     for name, tensor in checkpoint.tensors(dtype=torch.bfloat16, native=True): ...
 
-Data are read through the page cache (mmap), in file order, one stored tensor at a time, into memory that belongs to the
-tensor that is yielded: at no time is there more than what was yielded, the stacks being filled and one stored tensor.
+Data are read through the page cache (mmap), in file order, one stored tensor at a time, into memory
+that belongs to the tensor that is yielded: at no time is there more than what was yielded, the
+stacks being filled and one stored tensor.
 """
 
 import json
@@ -26,7 +27,17 @@ from dsv4.convert.layout import INT64
 from dsv4.convert.memory import empty
 from dsv4.convert.names import Place, Scheme
 from dsv4.convert.packaging import refuse_packagings
-from dsv4.convert.plan import Format, Piece, Plan, Source, make_plan, module_of, part_shape, scale_place, stored_dtype
+from dsv4.convert.plan import (
+    Format,
+    Piece,
+    Plan,
+    Source,
+    make_plan,
+    module_of,
+    part_shape,
+    scale_place,
+    stored_dtype,
+)
 from dsv4.convert.problems import CheckpointError, Problems
 from dsv4.convert.tensors import (
     as_scale,
@@ -50,9 +61,12 @@ Progress = Callable[[int, int], None]
 class Checkpoint:
     """One folder: what it holds and how the model is made from it. Made by `open_checkpoint`.
 
-    scheme: naming scheme of the files. sources: our state_dict name -> how it is made (scales are not listed).
-    formats: our module name -> "dense", "fp8" or "fp4", for linear maps and expert banks. extras: known tensors that are
-    skipped, by group. problems: everything that does not fit; `check` raises it.
+    Attributes:
+        scheme: naming scheme of the files.
+        sources: our state_dict name -> how it is made; scales are not listed.
+        formats: our module name -> "dense", "fp8" or "fp4", for linear maps and expert banks.
+        extras: known tensors that are skipped, by group.
+        problems: everything that does not fit; `check` raises it.
     """
 
     folder: Path
@@ -78,7 +92,7 @@ class Checkpoint:
         return self.plan.extras
 
     def check(self) -> Self:
-        """Raises CheckpointError that lists every fault found in the headers; returns itself where there is none."""
+        """Itself if all fits. Raises CheckpointError that lists every fault of the headers."""
         if self.problems:
             raise self.problems.error(self.folder)
         return self
@@ -86,7 +100,9 @@ class Checkpoint:
     def summary(self) -> str:
         """One line: naming, formats, and what is skipped."""
         counts = Counter(self.formats.values())
-        formats = ", ".join(f"{counts[f]} modules {f}" for f in ("dense", "fp8", "fp4") if counts[f])
+        formats = ", ".join(
+            f"{counts[f]} modules {f}" for f in ("dense", "fp8", "fp4") if counts[f]
+        )
         skipped = ", ".join(f"{len(found)} of {label}" for label, found in self.extras.items())
         return f"{self.scheme} names; {formats}" + (f"; skipped {skipped}" if skipped else "")
 
@@ -98,17 +114,20 @@ class Checkpoint:
         layers: Collection[int] | None = None,
         progress: Progress | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (state_dict name, tensor) of the whole model, in file order; the tensors own their memory.
+        """Yield (state_dict name, tensor), in file order; the tensors own their memory.
 
         Args:
-            dtype: of what the model computes in; parameters that are float32 in memory stay float32, tid2eid int64.
-                None: as each tensor is stored, bfloat16 for what is dequantised.
-            native: which modules keep FP8 and FP4 codes as stored: all, none, or a predicate of our module name (the
-                keys of `formats`). A kept module yields its codes and, after them, `..._scale_inv`, bit for bit.
+            dtype: of what the model computes in; parameters that are float32 in memory stay
+                float32, tid2eid int64. None: as each tensor is stored, bfloat16 for what is
+                dequantised.
+            native: which modules keep FP8 and FP4 codes as stored: all, none, or a predicate of our
+                module name (the keys of `formats`). A kept module yields its codes and, after them,
+                `..._scale_inv`, bit for bit.
             layers: only these blocks, and all that is outside the blocks.
             progress: called with (bytes read, bytes to read) after every stored tensor.
         Raises:
-            CheckpointError: `check` fails, or the data hold a NaN code or scale, or an expert id that does not exist.
+            CheckpointError: `check` fails, or the data hold a NaN code or scale, or an expert id
+                that does not exist.
         """
         filling: dict[str, list[Tensor]] = {}
         left: dict[str, int] = {}
@@ -130,7 +149,7 @@ class Checkpoint:
         layers: Collection[int] | None = None,
         progress: Progress | None = None,
     ) -> Iterator[tuple[Place, Tensor]]:
-        """As `tensors`, but experts one by one as the files keep them: no more than one stored tensor is held."""
+        """As `tensors`, but experts one by one as the files keep them: one is held at a time."""
         for read in self._read(dtype, native, layers, progress):
             place = read.piece.place
             tensors = read.empty(part_shape(read.source.spec, place))
@@ -138,7 +157,11 @@ class Checkpoint:
             yield from zip((place, scale_place(place)), tensors, strict=False)
 
     def _read(
-        self, dtype: torch.dtype | None, native: Native, layers: Collection[int] | None, progress: Progress | None
+        self,
+        dtype: torch.dtype | None,
+        native: Native,
+        layers: Collection[int] | None,
+        progress: Progress | None,
     ) -> Iterator["_Read"]:
         """Every stored tensor that is wanted, with its scale, in file order, its data checked."""
         self.check()
@@ -146,7 +169,9 @@ class Checkpoint:
             expected = ", ".join(str(allowed) for allowed in TARGET_DTYPES)
             raise ValueError(f"dtype is {dtype}; expected one of {expected}")
         keep = native if callable(native) else lambda module: native
-        kept = {module for module, found in self.formats.items() if found != "dense" and keep(module)}
+        kept = {
+            module for module, found in self.formats.items() if found != "dense" and keep(module)
+        }
         steps = [
             (piece, source)
             for source in self.sources.values()
@@ -173,7 +198,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class _Read:
-    """One stored tensor as views of the file, and what becomes of it: `dtype` of its values, unless the codes are kept."""
+    """One stored tensor as views of the file, to become values of `dtype` unless it is kept."""
 
     source: Source
     piece: Piece
@@ -183,7 +208,7 @@ class _Read:
     is_kept: bool
 
     def empty(self, shape: tuple[int, ...]) -> list[Tensor]:
-        """Room for a tensor of that logical shape: [values], or [codes, scales] where the codes are kept."""
+        """Room for a tensor of that logical shape: [values], or [codes, scales] if it is kept."""
         if not self.is_kept:
             return [empty(shape, self.dtype)]
         if self.source.format == "fp4":
@@ -207,7 +232,7 @@ class _Read:
 
 
 class _Files:
-    """Shards open for reading. Few at a time: what has been read of a closed one is no longer mapped."""
+    """Shards open for reading, few at a time: what was read of a closed one is mapped no more."""
 
     LIMIT = 4
 
@@ -229,23 +254,30 @@ class _Files:
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_NAME
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder; pass the folder that holds {CONFIG_NAME} and the weights")
+        raise CheckpointError(
+            f"{folder} is not a folder; pass the folder that holds {CONFIG_NAME} and the weights"
+        )
     if not path.is_file():
-        raise CheckpointError(f"{folder} has no {CONFIG_NAME}; pass the folder that holds it and the weights")
+        raise CheckpointError(
+            f"{folder} has no {CONFIG_NAME}; pass the folder that holds it and the weights"
+        )
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(f"{path} is not JSON ({error}); download it again") from error
     if not isinstance(raw, dict):
-        raise CheckpointError(f"{path} holds {type(raw).__name__}, expected an object; download it again")
+        raise CheckpointError(
+            f"{path} holds {type(raw).__name__}, expected an object; download it again"
+        )
     return raw
 
 
 def open_checkpoint(folder: str | Path, *, strict_config: bool = True) -> Checkpoint:
     """Read config.json, the index and every shard's header; no tensor data.
 
-    Raises CheckpointError where there is nothing to read or the files are a repackaging that dsv4 does not read, and
-    what Dsv4Config.from_hf raises. Everything else that is wrong waits in `problems` for `check`.
+    Raises CheckpointError where there is nothing to read or the files are a repackaging that dsv4
+    does not read, and what Dsv4Config.from_hf raises. Everything else that is wrong waits in
+    `problems` for `check`.
     """
     folder = Path(folder)
     raw = _read_config(folder)

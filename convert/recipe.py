@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from dsv4.convert.encoder import PLAIN_DTYPES, FileDtype, Part, pair_scales
+from dsv4.convert.encoder import PLAIN_DTYPES, FileDtype, pair_scales
 from dsv4.convert.names import Place, Scheme
 from dsv4.convert.reader import Checkpoint, Progress, open_checkpoint
 from dsv4.convert.writer import MAX_SHARD_BYTES, write_parts
@@ -20,7 +20,12 @@ TARGETS: dict[str, tuple[Scheme, FileDtype]] = {
 }
 # What stands beside the weights and belongs to them.
 COMPANIONS = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"),
+    *(
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "generation_config.json",
+    ),
     *("chat_template.jinja", "LICENSE", "LICENSE.txt"),
 )
 
@@ -36,15 +41,19 @@ def convert_checkpoint(
     strict_config: bool = True,
     progress: Progress | None = None,
 ) -> Path:
-    """Rewrite the checkpoint in `src` as `dst` and return its path; tokenizer and generation settings go with it.
+    """Rewrite the checkpoint in `src` as `dst`, tokenizer files included, and return its path.
 
     Args:
-        to: "bf16" or "fp32": official names, everything dequantised. "official": the formats of the released files
-            (FP8, FP4 experts); codes that are there are kept bit for bit. "transformers", "hybrid": those names, BF16.
-        dtype: in place of the dtype that `to` says: a torch dtype, "stored" (keep everything as it is), "official".
+        to: "bf16" or "fp32": official names, everything dequantised. "official": the formats of the
+            released files (FP8, FP4 experts); codes that are there are kept bit for bit.
+            "transformers", "hybrid": those names, BF16.
+        dtype: in place of the dtype that `to` says: a torch dtype, "stored" (keep everything as it
+            is), "official".
         progress: called with (bytes read, bytes to read).
-    Memory: one shard of the target and one stored tensor, for "transformers" one stack of experts beside.
-    Raises what open_checkpoint and write_checkpoint raise, and ValueError where `src` lies inside `dst`.
+    Memory: one shard of the target and one stored tensor, for "transformers" one stack of experts
+        beside.
+    Raises what open_checkpoint and write_checkpoint raise, and ValueError where `src` lies inside
+    `dst`.
     """
     if to not in TARGETS:
         raise ValueError(f"to is {to!r}; expected one of {', '.join(TARGETS)}")
@@ -54,7 +63,9 @@ def convert_checkpoint(
     if dst.resolve() in src.resolve().parents:
         raise ValueError(f"{src} lies inside {dst}, which is to be replaced; pass another target")
     checkpoint = open_checkpoint(src, strict_config=strict_config).check()
-    has_codes = any(form != "dense" for name, form in checkpoint.formats.items() if name.endswith("mlp.experts"))
+    has_codes = any(
+        form != "dense" for name, form in checkpoint.formats.items() if name.endswith("mlp.experts")
+    )
     if scheme == "transformers" and (target == "official" or (target == "stored" and has_codes)):
         # As write_checkpoint: quantised stacks are nothing that transformers reads on every device.
         scheme = "hybrid"
@@ -70,12 +81,16 @@ def convert_checkpoint(
     )
 
 
-def _read(checkpoint: Checkpoint, scheme: Scheme, target: FileDtype, progress: Progress | None) -> Iterator:
-    """The parts of the source in the dtype of the target; one stack at a time where the target keeps stacks."""
+def _read(
+    checkpoint: Checkpoint, scheme: Scheme, target: FileDtype, progress: Progress | None
+) -> Iterator:
+    """The source in the dtype of the target: experts one by one, unless the target stacks them."""
     if target in PLAIN_DTYPES:
         options = {"dtype": target, "native": False}
     else:
         options = {"dtype": None, "native": True}
     if scheme != "transformers":
         return checkpoint.parts(**options, progress=progress)
-    return ((Place(name), tensor) for name, tensor in checkpoint.tensors(**options, progress=progress))
+    return (
+        (Place(name), tensor) for name, tensor in checkpoint.tensors(**options, progress=progress)
+    )

@@ -1,10 +1,11 @@
 """Shards and their index, written as tensors arrive.
 
-Tensors wait in memory until their shard is complete: one block of the model for the official layout, else as many as fit.
-When all that waits exceeds the size of a shard, the largest group is written as it is, so that the memory is bounded
-whatever the order of the stream. In a file tensors are grouped by dtype, widest first, which keeps every one aligned;
-before that come those of a whole number of 64 bytes, so that all large ones lie on such a boundary: a reader that maps
-the file computes on them as fast, and in the same order of sums, as on memory of its own.
+Tensors wait in memory until their shard is complete: one block of the model for the official
+layout, else as many as fit. When all that waits exceeds the size of a shard, the largest group is
+written as it is, so that the memory is bounded whatever the order of the stream. In a file tensors
+are grouped by dtype, widest first, which keeps every one aligned; before that come those of a whole
+number of 64 bytes, so that all large ones lie on such a boundary: a reader that maps the file
+computes on them as fast, and in the same order of sums, as on memory of its own.
 """
 
 import json
@@ -37,8 +38,9 @@ class ShardWriter:
     """Writes shards into a folder; `finish` gives them their final names and writes the index.
 
     Args:
-        group_sizes: how many times `add` will be called for each group; every group is a shard of its own, in the order
-            of their numbers. None: one group without a known end, and a single file without an index if it fits.
+        group_sizes: how many times `add` will be called for each group; every group is a shard of
+            its own, in the order of their numbers. None: one group without a known end, and a
+            single file without an index if it fits.
     """
 
     def __init__(self, folder: Path, max_bytes: int, group_sizes: Mapping[int, int] | None) -> None:
@@ -56,7 +58,10 @@ class ShardWriter:
         """Take the tensors of one weight (itself, its scale) for a group."""
         group = group if self._group_sizes is not None else 0
         for name, tensor in tensors:
-            if self._waiting_bytes[group] and self._waiting_bytes[group] + tensor.nbytes > self._max_bytes:
+            if (
+                self._waiting_bytes[group]
+                and self._waiting_bytes[group] + tensor.nbytes > self._max_bytes
+            ):
                 self._write(group)
             self._waiting.setdefault(group, {})[name] = tensor
             self._waiting_bytes[group] += tensor.nbytes
@@ -97,9 +102,11 @@ class ShardWriter:
 
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """One safetensors file, synced; tensors on any device, written without a copy where they are on the CPU."""
+    """One safetensors file, synced. Tensors may be on any device; the CPU's are not copied."""
     widths = list(DTYPE_NAMES)
-    order = sorted(tensors, key=lambda n: (tensors[n].nbytes % ALIGNMENT != 0, widths.index(tensors[n].dtype)))
+    order = sorted(
+        tensors, key=lambda n: (tensors[n].nbytes % ALIGNMENT != 0, widths.index(tensors[n].dtype))
+    )
     header: dict[str, object] = {"__metadata__": METADATA}
     at = 0
     for name in order:

@@ -1,8 +1,8 @@
 """From stored tensors to ours and back: each transform beside its inverse.
 
-    part of a stack       slice_of(stack, place)             <->  parts_of(stacked tensor)
-    FP8, FP4 -> floating  decode(weight, scale, format)      <->  encode(weight, format)
-    bytes -> checked      check_codes, check_scale, check_ids: what no header can tell
+part of a stack       slice_of(stack, place)             <->  parts_of(stacked tensor)
+FP8, FP4 -> floating  decode(weight, scale, format)      <->  encode(weight, format)
+bytes -> checked      check_codes, check_scale, check_ids: what no header can tell
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from dsv4.kernels import quantize
 
 
 def slice_of(stack: Tensor, place: Place) -> Tensor:
-    """The part of our tensor that a place names, a view: the whole, one expert [o, i], or one half of its rows.
+    """The part of our tensor that a place names, as a view: all, an expert [o, i], half its rows.
 
     A stack of scales [e, o', i'] is cut in the same way: each half has a grid of its own.
     """
@@ -28,7 +28,7 @@ def slice_of(stack: Tensor, place: Place) -> Tensor:
 
 
 def parts_of(name: str, tensor: Tensor) -> Iterator[tuple[Place, Tensor]]:
-    """A stacked expert tensor (or its scales) of our name -> the parts that official files keep, expert by expert."""
+    """A stack of our name (experts, or their scales) -> the parts that official files keep."""
     halves = (GATE, UP) if is_gate_up(name.removesuffix("_scale_inv")) else (None,)
     for expert in range(len(tensor)):
         for half in halves:
@@ -37,7 +37,13 @@ def parts_of(name: str, tensor: Tensor) -> Iterator[tuple[Place, Tensor]]:
 
 
 def decode(
-    weight: Tensor, scale: Tensor, format: Format, dtype: torch.dtype, *, row_parts: int = 1, out: Tensor | None = None
+    weight: Tensor,
+    scale: Tensor,
+    format: Format,
+    dtype: torch.dtype,
+    *,
+    row_parts: int = 1,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Stored codes and scales -> `dtype`, or into `out`."""
     if format == "fp4":
@@ -60,20 +66,27 @@ def as_scale(scale: Tensor) -> Tensor:
 def check_codes(name: str, weight: Tensor) -> None:
     """Raises CheckpointError if FP8 codes hold a NaN; every FP4 code is a number."""
     if weight.dtype == torch.float8_e4m3fn and quantize.has_nan_code(weight):
-        raise CheckpointError(f"{name} holds the FP8 code 0x7F or 0xFF, which is NaN; the file is damaged")
+        raise CheckpointError(
+            f"{name} holds the FP8 code 0x7F or 0xFF, which is NaN; the file is damaged"
+        )
 
 
 def check_scale(name: str, scale: Tensor) -> None:
     """Raises CheckpointError if a scale is NaN (E8M0 byte 255) or, in float32, infinite."""
     if quantize.has_bad_scale(scale):
-        what = "is not finite" if scale.dtype == torch.float32 else "has the E8M0 byte 255, which is NaN"
+        what = (
+            "is not finite"
+            if scale.dtype == torch.float32
+            else "has the E8M0 byte 255, which is NaN"
+        )
         raise CheckpointError(f"{name}: a scale {what}; the file is damaged")
 
 
 def check_range(name: str, weight: Tensor, scale: Tensor | None, result: Tensor) -> None:
     """Raises CheckpointError if finite stored values became infinite in the result's dtype.
 
-    Looked for only where it can happen: an enormous scale, or a dtype of less range than the stored one.
+    Looked for only where it can happen: an enormous scale, or a dtype of less range than the stored
+    one.
     """
     limit = torch.finfo(result.dtype).max
     if scale is not None and scale.numel():
@@ -82,16 +95,22 @@ def check_range(name: str, weight: Tensor, scale: Tensor | None, result: Tensor)
     else:
         is_possible = weight.is_floating_point() and torch.finfo(weight.dtype).max > limit
     if is_possible and bool((result.isinf() & ~_is_infinite(weight, result.shape)).any()):
-        raise CheckpointError(f"{name} has values beyond {limit:.4g}, the largest of {result.dtype}; load in float32")
+        raise CheckpointError(
+            f"{name} has values beyond {limit:.4g}, the largest of {result.dtype}; load in float32"
+        )
 
 
 def _is_infinite(weight: Tensor, shape: torch.Size) -> Tensor:
     # FP8 and FP4 codes have no infinity.
-    return weight.isinf() if weight.shape == shape and weight.dtype.itemsize > 1 else torch.zeros(shape, dtype=torch.bool)
+    return (
+        weight.isinf()
+        if weight.shape == shape and weight.dtype.itemsize > 1
+        else torch.zeros(shape, dtype=torch.bool)
+    )
 
 
 def check_ids(name: str, ids: Tensor, num_experts: int) -> None:
-    """Raises CheckpointError unless every entry of a token -> expert table is an expert's number."""
+    """Raises CheckpointError unless every entry of a token -> expert table is an expert."""
     low, high = (int(end) for end in ids.aminmax()) if ids.numel() else (0, 0)
     if low < 0 or high >= num_experts:
         raise CheckpointError(

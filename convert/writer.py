@@ -1,8 +1,9 @@
-"""Writing a checkpoint folder: streamed shard by shard into a folder beside the target, synced, then renamed into place.
+"""Writing a checkpoint: shard by shard into a folder beside the target, synced, then renamed.
 
-    our tensors -> codes paired with scales -> stacks cut -> cast or quantised -> shards -> index, config.json
+    tensors -> codes paired with scales -> stacks cut -> cast or quantised -> shards, index, config
 
-Whatever stops a run, under the target's name there is the old folder, the complete new one, or nothing.
+Whatever stops a run, under the target's name there is the old folder, the complete new one, or
+nothing.
 """
 
 import json
@@ -38,24 +39,30 @@ def write_checkpoint(
     """Write every tensor of a model under `folder` and return its path.
 
     Args:
-        state: our state_dict names; FP8 or FP4 codes are accompanied by `..._scale_inv`. Read once, in any order; in the
-            order of the blocks no more than one shard is held.
-        format: "official": DeepSeek's names, a shard for each block. "hybrid": what transformers writes by default.
-            "transformers": its module names; of a mapping with quantised experts the hybrid ones, since transformers
-            reads quantised stacks back on a GPU only.
-        dtype: "stored" keeps each dtype, and codes bit for bit. A torch dtype dequantises and casts all that follows the
-            model's dtype. "official" quantises what the released files have quantised (codes given are kept) and rounds
-            the rest to BF16. Float32 parameters stay F32; norms are BF16 in official files where BF16 holds them exactly
-            (under dtype="official" always), so that reading gives the same bits.
+        state: our state_dict names; FP8 or FP4 codes are accompanied by `..._scale_inv`. Read once,
+            in any order; in the order of the blocks no more than one shard is held.
+        format: "official": DeepSeek's names, a shard for each block. "hybrid": what transformers
+            writes by default. "transformers": its module names; of a mapping with quantised experts
+            the hybrid ones, since transformers reads quantised stacks back on a GPU only.
+        dtype: "stored" keeps each dtype, and codes bit for bit. A torch dtype dequantises and casts
+            all that follows the model's dtype. "official" quantises what the released files have
+            quantised (codes given are kept) and rounds the rest to BF16. Float32 parameters stay
+            F32; norms are BF16 in official files where BF16 holds them exactly (under
+            dtype="official" always), so that reading gives the same bits.
         overwrite: replace a checkpoint that is there already; the folder is replaced as a whole.
         max_shard_bytes: a shard is closed before it grows beyond this, unless by a single tensor.
         extra_files: copied under their own names.
     Raises:
-        ValueError: tensors that are missing, unknown, or of another shape or dtype; weights that FP4 cannot hold.
+        ValueError: tensors that are missing, unknown, or of another shape or dtype; weights that
+            FP4 cannot hold.
         FileExistsError: the folder is not empty and overwrite is not given, or it is no checkpoint.
     """
     scheme: Scheme = format
-    if format == "transformers" and isinstance(state, Mapping) and _will_quantise_experts(state, dtype):
+    if (
+        format == "transformers"
+        and isinstance(state, Mapping)
+        and _will_quantise_experts(state, dtype)
+    ):
         scheme = "hybrid"
     pairs = state.items() if isinstance(state, Mapping) else state
     parts = pair_scales((Place(name), tensor) for name, tensor in pairs)
@@ -82,17 +89,21 @@ def write_parts(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     extra_files: Iterable[str | Path] = (),
 ) -> Path:
-    """write_checkpoint for a stream that may bring experts one by one: (place, weight, its scale or None)."""
+    """write_checkpoint for a stream that may bring experts one by one."""
     if scheme not in SCHEMES:
         raise ValueError(f"format is {scheme!r}; expected one of {', '.join(SCHEMES)}")
     if dtype not in ("stored", "official", *PLAIN_DTYPES):
-        raise ValueError(f"dtype is {dtype!r}; expected 'stored', 'official' or one of {PLAIN_DTYPES}")
+        raise ValueError(
+            f"dtype is {dtype!r}; expected 'stored', 'official' or one of {PLAIN_DTYPES}"
+        )
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; expected a positive number")
     folder = Path(folder)
     with new_folder(folder, overwrite=overwrite, marker=CONFIG_NAME) as partial:
         encoder = Encoder(config, scheme, dtype)
-        shards = ShardWriter(partial.path, max_shard_bytes, encoder.group_sizes() if scheme == "official" else None)
+        shards = ShardWriter(
+            partial.path, max_shard_bytes, encoder.group_sizes() if scheme == "official" else None
+        )
         for place, tensors in encoder.encode(parts):
             shards.add(encoder.group_of(place), tensors)
         shards.finish()
@@ -105,5 +116,7 @@ def write_parts(
 
 def _will_quantise_experts(state: Mapping[str, Tensor], dtype: FileDtype) -> bool:
     if dtype == "stored":
-        return any(tensor.dtype in CODE_FORMATS for name, tensor in state.items() if is_gate_up(name))
+        return any(
+            tensor.dtype in CODE_FORMATS for name, tensor in state.items() if is_gate_up(name)
+        )
     return dtype == "official"

@@ -9,7 +9,8 @@ import os
 import struct
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -27,12 +28,10 @@ DTYPES = {
     torch.int64: "I64",
     torch.int32: "I32",
     torch.bool: "BOOL",
-    torch.uint8: "U8",
 }
 # Room for one entry of the header beside its name: dtype, up to six sizes, two offsets.
 ENTRY_ROOM = 256
 POSITIONS = "dsv4.positions"
-ORIGIN = "dsv4.origin"
 NOTHING_SPECIAL = Origin()
 
 
@@ -182,7 +181,7 @@ class ActivationCache(Mapping[str, Tensor]):
         steps = [n for n, v in self.items() if isinstance(v, list)] if not isinstance(self._values, _Lazy) else []
         if steps:
             raise ValueError(f"{steps[0]} is a list of steps and has no one shape to save; generate with align=True")
-        with StreamWriter(path, {n: self.axes[n] for n in self}, self.num_layers) as writer:
+        with StreamWriter(path, {n: self.axes[n] for n in self}, self.num_layers, self.origin.edited) as writer:
             for name, value in self.items():
                 writer.write(name, value)
             writer.positions, writer.origin = self.positions, self.origin
@@ -211,7 +210,7 @@ class _Lazy(Mapping[str, Tensor]):
             held = json.loads(about["dsv4"])
             self.axes, self.num_layers = held["axes"], held["num_layers"]
             self.positions = file.get_tensor(POSITIONS) if held["positions"] else None
-            self.origin = Origin.from_json(bytes(file.get_tensor(ORIGIN).tolist()).decode())
+            self.origin = Origin.from_json(held["origin"])
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.axes:
@@ -233,9 +232,10 @@ class StreamWriter:
 
     Args:
         axes: name -> axes of each value that may be written. FileExistsError when the file exists.
+        editable: names of the values that the run may turn out to have edited.
     """
 
-    def __init__(self, path: str | Path, axes: Mapping[str, str], num_layers: int | None = None):
+    def __init__(self, path: str | Path, axes: Mapping[str, str], num_layers: int | None = None, editable: Iterable[str] = ()):
         self.path, self.axes, self.num_layers = Path(path), axes, num_layers
         if self.path.exists():
             raise FileExistsError(f"{self.path} exists; saved activations are never overwritten: choose another name or delete it")
@@ -245,6 +245,7 @@ class StreamWriter:
         self._header: dict = {}
         # A name stands in the header once, and in axes and layouts once more inside a JSON string.
         self._room = sum(3 * len(json.dumps(json.dumps(n))) + len(axes[n]) + ENTRY_ROOM for n in axes) + 4 * ENTRY_ROOM
+        self._room += 2 * sum(len(json.dumps(json.dumps(n))) for n in editable)
         self._room += -self._room % 8
         self._written = 0
 
@@ -275,10 +276,9 @@ class StreamWriter:
         axes = {n: self.axes[n] for n in self.axes if n in self._header}
         if self.positions is not None:
             self.write(POSITIONS, self.positions)
-        # Its length is known only now, and the header's room was fixed before the run.
-        self.write(ORIGIN, torch.tensor(list(self.origin.to_json().encode()), dtype=torch.uint8, device="cpu"))
         layouts = {n: VALUES[n.rsplit(".", 1)[-1]].layout for n in axes if n.rsplit(".", 1)[-1] in VALUES}
         held = {"axes": axes, "layouts": layouts, "num_layers": self.num_layers, "positions": self.positions is not None}
+        held["origin"] = asdict(self.origin)
         header = json.dumps({"__metadata__": {"dsv4": json.dumps(held)}, **self._header}).encode()
         assert len(header) <= self._room, "the header outgrew the room kept for it"
         self._file.seek(0)

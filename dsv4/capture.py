@@ -5,7 +5,8 @@ later hooks or later runs. With the graph kept it is the very tensor that the mo
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -58,6 +59,27 @@ class Capture:
         target[axis] = index.shape[1]
         taken = value.gather(axis, index.view(shape).expand(target))
         return taken.squeeze(axis) if isinstance(self.pos, int) else taken
+
+
+class Last:
+    """Keeps what a point returned last, after all hooks, for another hook of the same run to read."""
+
+    keeps_graph = False
+
+    def __init__(self):
+        self.value: Tensor | None = None
+
+    def __call__(self, point: HookPoint, value: Tensor) -> None:
+        self.value = value
+
+    @contextmanager
+    def of(self, point: HookPoint) -> Iterator["Last"]:
+        point.attach_capture(self)
+        try:
+            yield self
+        finally:
+            point.detach_capture(self)
+            self.value = None
 
 
 def as_pos(pos) -> Pos:

@@ -53,6 +53,14 @@ class Experts(nn.Module):
         out = self.down(neurons.flatten(0, 2).index_select(0, order), ends)
         return slots_in_order(out, order).unflatten(0, indices.shape)
 
+    def gate_up_matrix(self, expert: int, dtype: torch.dtype) -> Tensor:
+        """[2I, H] of one expert, gate rows over up rows."""
+        return self.gate_up_proj[expert].to(dtype)
+
+    def down_matrix(self, expert: int, dtype: torch.dtype) -> Tensor:
+        """[H, I] of one expert."""
+        return self.down_proj[expert].to(dtype)
+
     def extra_repr(self) -> str:
         return f"{self.num_experts} x ({self.width} -> {self.neurons} -> {self.width})"
 

@@ -153,7 +153,8 @@ class _Ends:
         for i in ids:
             if not 0 <= i < model.vocab_size:
                 raise ValueError(f"eos_token_id {i}: expected 0 <= id < {model.vocab_size}")
-        strings = (stop,) if isinstance(stop, str) else tuple(stop)
+        is_many = isinstance(stop, Sequence) and not isinstance(stop, str)
+        strings = tuple(stop) if is_many else (stop,)
         if not all(isinstance(string, str) and string for string in strings):
             raise ValueError(f"stop={stop!r}: expected a non-empty string, or several")
         if strings:
@@ -300,7 +301,9 @@ def _seen(seen: Tensor | None, ids: Tensor, mask: Tensor, logits: Tensor) -> Ten
 
 def _ids(eos: int | Sequence[int] | None) -> list[int]:
     given = eos.tolist() if hasattr(eos, "tolist") else eos
-    ids = [] if given is None else [given] if isinstance(given, int | str) else list(given)
+    given = [] if given is None else given
+    is_many = isinstance(given, Sequence) and not isinstance(given, str)
+    ids = list(given) if is_many else [given]
     for i in ids:
         if isinstance(i, bool) or not isinstance(i, int):
             raise ValueError(f"eos_token_id={eos!r}: expected an id, several, or None")

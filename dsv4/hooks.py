@@ -22,6 +22,9 @@ from dsv4.handle import Handle
 from dsv4.stage import Stage
 from dsv4.values import VALUES, Value
 
+# Where nn.Module keeps the hooks that PyTorch's own functions register.
+THEIR_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 
 def _same(x):
     return x
@@ -48,10 +51,8 @@ class HookPoint(nn.Module):
         self._hooks: list[Handle] = []
         self._gradient_hooks: list[Handle] = []
         self._captures: list[Callable[[HookPoint, Tensor], None]] = []
-        self._forward_hooks = _Watched(self)
-        self._forward_pre_hooks = _Watched(self)
-        self._backward_hooks = _Watched(self)
-        self._backward_pre_hooks = _Watched(self)
+        for name in THEIR_HOOKS:
+            setattr(self, name, _Watched(self))
         object.__setattr__(self, "owner", None)
         object.__setattr__(self, "stage", Stage())
 
@@ -146,20 +147,23 @@ class HookPoint(nn.Module):
     @property
     def foreign(self) -> bool:
         """Something other than our own hooks listens: PyTorch's module hooks, or a forward set on the instance (nnsight)."""
-        theirs = (self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks)
-        return any(theirs) or "forward" in self.__dict__
+        return any(self.__dict__[name] for name in THEIR_HOOKS) or "forward" in self.__dict__
 
     @property
     def live(self) -> bool:
         return bool(self._captures or self._hooks or self._gradient_hooks) or self.foreign
 
     def _changed(self) -> None:
-        if self.owner is not None:
-            self.owner.refresh()
+        # While a copy of the model is being made there is no owner yet.
+        owner = self.__dict__.get("owner")
+        if owner is not None:
+            owner.refresh()
 
     def __setattr__(self, name, value):
+        if name in THEIR_HOOKS and not isinstance(value, _Watched):
+            value = _Watched(self, value)
         super().__setattr__(name, value)
-        if name == "forward":
+        if name == "forward" or name in THEIR_HOOKS:
             self._changed()
 
     def __delattr__(self, name):
@@ -319,8 +323,10 @@ class Probed(nn.Module):
 class _Watched(OrderedDict):
     """PyTorch's hook dictionaries, telling the point when one comes or goes."""
 
-    def __init__(self, point: HookPoint | None = None):
+    def __init__(self, point: HookPoint | None = None, items=()):
         super().__init__()
+        self.point = None
+        self.update(items)
         self.point = point
 
     def __setitem__(self, key, value):
@@ -330,6 +336,11 @@ class _Watched(OrderedDict):
 
     def __delitem__(self, key):
         super().__delitem__(key)
+        if self.point is not None:
+            self.point._changed()
+
+    def clear(self):
+        super().clear()
         if self.point is not None:
             self.point._changed()
 

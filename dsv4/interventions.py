@@ -5,15 +5,17 @@ Each uses public values only, so that a user could have written it. Axes: b row,
 
 import operator
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
 
+from dsv4.capture import Last, Pos
 from dsv4.inputs import Input, resolve
 from dsv4.kernels.hyper_connection import collapse
 from dsv4.lens import READOUTS, Lens
 from dsv4.loss import next_token_loss
+from dsv4.part import Positions
 
 
 class Interventions:
@@ -21,11 +23,25 @@ class Interventions:
 
     @contextmanager
     def steer(
-        self, vector: Tensor, layers: int | Iterable[int], scale: float | None = None, *, factor: float | None = None
+        self,
+        vector: Tensor,
+        layers: int | Iterable[int],
+        scale: float | None = None,
+        *,
+        factor: float | None = None,
+        streams: int | str = "all",
+        norm: str | None = None,
+        pos: Pos = None,
     ) -> Iterator[None]:
-        """Add scale * vector [hidden] to every stream of layer_output, at all positions, in the given layers. scale is 1 unless given.
+        """Add scale * vector [hidden] to the streams leaving the given layers. scale is 1 unless given; `factor` is an alias of it.
 
-        The columns of comb sum to one, so a vector added to all streams is carried on unchanged. `factor` is an alias of `scale`.
+        Args:
+            streams: "all": to every stream; the columns of comb sum to one, so such a vector is carried on unchanged. An int k: to
+                stream k alone; later layers spread it. "post": as if the mixture had written it, mlp_post (x) vector.
+            norm: "read" divides by the sum of the weights with which the next read (the next layer's attention, or the readout)
+                would have read the streams without the vector: with that mixing frozen the read moves by scale * vector. With an int
+                it divides by that stream's weight, with "post" by the sum of the weights times mlp_post.
+            pos: positions of the row to steer, negative from the row's last token of each call (see `dsv4.part.Positions`).
         """
         if scale is not None and factor is not None:
             raise TypeError("factor is another spelling of scale: give one of them")
@@ -33,13 +49,48 @@ class Interventions:
         vector = torch.as_tensor(vector, device=self.device)
         if vector.shape != (self.hidden_size,) or not vector.is_floating_point():
             raise ValueError(f"steer takes a floating vector [{self.hidden_size}], got {vector.dtype} {list(vector.shape)}")
-
-        def add(streams, hook):
-            # In the wider of both dtypes, rounded once to the streams'.
-            return streams + scale * vector
-
-        with self.hooks([(f"layers.{i}.layer_output", add) for i in self._layers(layers)]):
+        one_stream = not isinstance(streams, bool | str) and hasattr(streams, "__index__")
+        if streams not in ("all", "post") and not (one_stream and 0 <= operator.index(streams) < self.streams):
+            raise ValueError(f'steer: streams={streams!r}, expected "all", "post" or 0 <= k < {self.streams}')
+        if norm not in (None, "read"):
+            raise ValueError(f'steer: norm={norm!r}, expected "read" or None')
+        positions = Positions(pos)
+        with ExitStack() as stack:
+            stack.enter_context(positions.watched())
+            for i in self._layers(layers):
+                stack.enter_context(self._steered(i, scale * vector, streams, norm, positions))
             yield
+
+    @contextmanager
+    def _steered(self, layer: int, added: Tensor, streams: int | str, norm: str | None, positions: Positions) -> Iterator[None]:
+        post = Last()
+        everywhere = streams == "all" and norm is None and positions.given is None
+
+        def add(x, hook):
+            if everywhere:
+                # In the wider of both dtypes, rounded once to the streams'.
+                return x + added
+            weights = post.value if streams == "post" else torch.ones(x.shape[:-1], device=x.device)
+            if isinstance(streams, int):
+                weights = weights * (torch.arange(self.streams, device=x.device) == streams)
+            if norm == "read":
+                weights = weights / (self._read_weights(layer, x) * weights).sum(-1, keepdim=True)
+            if positions.given is not None:
+                weights = weights * positions.of(hook).unsqueeze(-1)
+            return x + weights.unsqueeze(-1) * added
+
+        with self.hooks([(f"layers.{layer}.layer_output", add)]), ExitStack() as stack:
+            if streams == "post":
+                stack.enter_context(post.of(self.hook_dict[f"layers.{layer}.mlp_post"]))
+            yield
+
+    def _read_weights(self, layer: int, x: Tensor) -> Tensor:
+        """[b s n] float32: weights with which the streams x leaving a layer are read next."""
+        follows = next((i for i in range(layer + 1, self.num_layers) if i not in self.skipped), None)
+        if follows is None:
+            return self.hc_head.weights(x)
+        reads = self.layers[follows].attn_hc
+        return reads.pre(reads.logits(x))
 
     @contextmanager
     def skip_layers(self, layers: int | Iterable[int]) -> Iterator[None]:

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
+from dsv4.ablation import Ablating
 from dsv4.block import Block
 from dsv4.call import Call, plan
 from dsv4.config import Dsv4Config
@@ -18,6 +19,7 @@ from dsv4.generate import Generating
 from dsv4.hooks import HookPoint, Probed
 from dsv4.hyper_connection import HyperHead
 from dsv4.inputs import Input, resolve
+from dsv4.freezing import Freezing
 from dsv4.interventions import Interventions
 from dsv4.kernels.hyper_connection import collapse
 from dsv4.kernels.numeric import wide
@@ -43,7 +45,7 @@ class Head(Linear):
         return torch.cat([nn.functional.linear(x, rows.to(x.dtype)) for rows in self.weight.split(HEAD_ROWS)], dim=-1)
 
 
-class Dsv4(Watching, Interventions, Generating, Loading, Probed):
+class Dsv4(Watching, Interventions, Ablating, Freezing, Generating, Loading, Probed):
     """The model. Build it with `from_pretrained`, `from_config` or `from_transformers`.
 
     Calling it returns logits [b, s, vocab] float32. Values are named by their module path (`model.hook_dict`); read them with

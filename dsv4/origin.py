@@ -1,9 +1,8 @@
 """What a cache remembers of the run that filled it: what the values alone do not tell."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 
 @dataclass(frozen=True)
@@ -20,11 +19,7 @@ class Origin:
     stop: int | None = None
     token_keys: int | None = None
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
     @classmethod
-    def from_json(cls, text: str) -> "Origin":
-        held: Mapping[str, Any] = json.loads(text)
-        values = {f.name: held[f.name] for f in fields(cls)}
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    def from_json(cls, held: Mapping[str, Any]) -> Self:
+        """From the fields as JSON holds them: tuples are lists there."""
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in held.items()})

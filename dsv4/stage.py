@@ -17,6 +17,12 @@ BEFORE_BLOCKS = ("input_ids", "attention_mask", "token_embeddings")
 # Points behind logits_to_keep: their token axis holds the kept columns only.
 BEHIND_KEEP = ("lm_head_output", "logits")
 
+# What a hook is called, and why a run that reached its point did not call it.
+UNREACHED = {
+    "fwd": ("hook", "it was added when the run had passed"),
+    "bwd": ("gradient hook", "no gradient was recorded there (no_grad or inference_mode)"),
+}
+
 
 @dataclass(frozen=True)
 class Span:
@@ -97,8 +103,8 @@ class Stage:
         """One warning for each hook that the run just made did not reach."""
         for handle in [h for h in self.handles if h.last_run != self.runs]:
             name, layer = handle.point.name, handle.point.layer
-            why = span.missing(name, layer) or "no gradient is recorded there (no_grad, inference_mode, or integers)"
-            kind = "hook" if handle.direction == "fwd" else "gradient hook"
+            kind, otherwise = UNREACHED[handle.direction]
+            why = span.missing(name, layer) or otherwise
             # The caller's line lies above this function, forward and the two frames of Module.__call__.
             warnings.warn(f"the {kind} at {name} never fired in this run: {why}", UserWarning, stacklevel=5)
 

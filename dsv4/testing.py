@@ -1,7 +1,8 @@
-"""What tests and benchmarks share: limits of error, random configs, a transformers model of the same weights, choices that differ.
+"""What tests and benchmarks share: limits of error, random configs, a transformers model of the
+same weights, choices that differ.
 
-Every number that a test may not exceed stands in `LIMITS`. An error is the largest absolute difference over the largest
-absolute expected value, unless the limit is absolute.
+Every number that a test may not exceed stands in `LIMITS`. An error is the largest absolute
+difference over the largest absolute expected value, unless the limit is absolute.
 Axes: b batch, s token, k chosen, e candidate.
 """
 
@@ -27,7 +28,7 @@ class Limit:
 
 LIMITS: Mapping[str, Limit] = {
     "equal": Limit(),
-    # float32 logits and block values against transformers, and of a padded row against the row alone
+    # float32 logits and block values against transformers, of a padded row against the row alone
     "transformers": Limit(relative=2e-5),
     "row alone": Limit(relative=2e-5),
     # every other value of a call with a KV cache, of its largest value in the row alone
@@ -45,7 +46,7 @@ LIMITS: Mapping[str, Limit] = {
     # float32 of one op against its float64 definition
     "float32 op": Limit(relative=2e-6),
     "float32 op gradient": Limit(relative=1e-5),
-    # one op in bfloat16 against its float64 definition over the same bfloat16 arguments: one rounding at the end
+    # one op in bfloat16 against its float64 definition over the same arguments: one rounding
     "bfloat16 rounding": Limit(relative=2**-8),
     # the official code's float32 results
     "golden logits": Limit(absolute=1e-4),
@@ -58,29 +59,43 @@ LIMITS: Mapping[str, Limit] = {
 }
 # Of the largest gradient of a model; see `assert_gradients_close`.
 FAINT = 1e-3
-# Two scores nearer than this, over the row's largest, may be ordered either way by two ways of computing them.
+# Two scores nearer than this, over the row's largest, may be ordered either way by two
+# ways of computing them.
 NEAR_TIE = 1e-5
 # Of the rows that choose, this share may differ by a near tie.
 NEAR_TIES_ALLOWED = 1e-4
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Largest |difference| over the largest |expected|; positions where both are the same infinity do not count."""
+    """Largest |difference| over the largest |expected|; positions where both are the same infinity
+    do not count.
+    """
     actual, expected = actual.detach().double(), expected.detach().double()
     same_infinity = (actual == expected) & expected.isinf()
     difference = (actual - expected).masked_fill(same_infinity, 0.0).abs()
     if difference.numel() == 0:
         return 0.0
-    size = expected.masked_fill(expected.isinf(), 0.0).abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+    size = (
+        expected.masked_fill(expected.isinf(), 0.0)
+        .abs()
+        .max()
+        .clamp(min=torch.finfo(torch.float32).tiny)
+    )
     return (difference.max() / size).item()
 
 
 def assert_close(actual: Tensor, expected: Tensor, limit: str, what: str = "") -> None:
-    """AssertionError unless shapes agree, nothing is NaN, infinities stand in the same places and the error is within LIMITS[limit]."""
-    assert actual.shape == expected.shape, f"{what}: shape {list(actual.shape)}, expected {list(expected.shape)}"
+    """AssertionError unless shapes agree, nothing is NaN, infinities stand in the same places and
+    the error is within LIMITS[limit].
+    """
+    assert actual.shape == expected.shape, (
+        f"{what}: shape {list(actual.shape)}, expected {list(expected.shape)}"
+    )
     a, e = actual.detach().double(), expected.detach().double()
     assert not bool(e.isnan().any()), f"{what}: the expected value holds NaN"
-    assert not bool(a.isnan().any()), f"{what}: {int(a.isnan().sum())} of {a.numel()} values are NaN"
+    assert not bool(a.isnan().any()), (
+        f"{what}: {int(a.isnan().sum())} of {a.numel()} values are NaN"
+    )
     infinite = a.isinf() | e.isinf()
     assert torch.equal(a[infinite], e[infinite]), f"{what}: infinities stand elsewhere"
     a, e = a.masked_fill(infinite, 0.0), e.masked_fill(infinite, 0.0)
@@ -91,10 +106,14 @@ def assert_close(actual: Tensor, expected: Tensor, limit: str, what: str = "") -
     assert error <= allowed, f"{what}: error {error:.3g}, limit {allowed:.3g} ({limit})"
 
 
-def assert_gradients_close(actual: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], limit: str) -> None:
-    """The error of each parameter's gradient; None counts as zeros (no entry was closed, so nothing reached the compressor).
+def assert_gradients_close(
+    actual: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], limit: str
+) -> None:
+    """The error of each parameter's gradient; None counts as zeros (no entry was closed, so
+    nothing reached the compressor).
 
-    A gradient that is zero by construction is rounding noise of the others': errors count against at least FAINT of the largest.
+    A gradient that is zero by construction is rounding noise of the others': errors count against
+    at least FAINT of the largest.
     """
     assert actual.keys() == expected.keys()
     largest = max((g.abs().max().item() for g in expected.values() if g is not None), default=0.0)
@@ -112,7 +131,8 @@ def assert_gradients_close(actual: Mapping[str, Tensor | None], expected: Mappin
 def random_config(draw: random.Random, **fixed) -> Dsv4Config:
     """A small valid config with every size and constant drawn; `fixed` fields are kept.
 
-    Index heads are at least 8: with few, all of a query's head scores are often zero, and zeros tie.
+    Index heads are at least 8: with few, all of a query's head scores are often zero, and zeros
+    tie.
     """
     head_dim = draw.choice((8, 12, 16, 24, 32))
     rope = draw.choice([r for r in (2, 4, 6, 8, 16) if r <= head_dim])
@@ -132,7 +152,10 @@ def random_config(draw: random.Random, **fixed) -> Dsv4Config:
         "sliding_window": draw.choice((2, 3, 5, 8, 16, 31, 128)),
         "layer_types": draw.choices((SLIDING, CSA, HCA), weights=(2, 4, 3), k=layers),
         "mlp_layer_types": draw.choices((HASH_MOE, MOE), weights=(1, 2), k=layers),
-        "compress_rates": {CSA: draw.choice((2, 3, 4, 4, 5, 8)), HCA: draw.choice((3, 6, 8, 16, 32))},
+        "compress_rates": {
+            CSA: draw.choice((2, 3, 4, 4, 5, 8)),
+            HCA: draw.choice((3, 6, 8, 16, 32)),
+        },
         "index_n_heads": draw.choice((8, 12, 16)),
         "index_head_dim": rope + draw.choice((0, 2, 8)),
         "index_topk": draw.choice((1, 2, 3, 5, 8, 64)),
@@ -146,7 +169,9 @@ def random_config(draw: random.Random, **fixed) -> Dsv4Config:
         "hc_eps": draw.choice((1e-6, 1e-6, 1e-2)),
         "rms_norm_eps": draw.choice((1e-6, 1e-5)),
         "max_position_embeddings": 4096,
-        "rope_parameters": {kind: random_rope(draw, theta) for kind, theta in (("main", 1e4), ("compress", 16e4))},
+        "rope_parameters": {
+            kind: random_rope(draw, theta) for kind, theta in (("main", 1e4), ("compress", 16e4))
+        },
         "num_nextn_predict_layers": 0,
     }
     return Dsv4Config(**values | fixed)
@@ -168,8 +193,12 @@ def random_rope(draw: random.Random, theta: float) -> dict:
 
 
 def fault_config(**overrides) -> Dsv4Config:
-    """One block of each kind and a second CSA block, two of them hash: short inputs pass every boundary."""
-    return Dsv4Config.tiny(**{"layer_types": (SLIDING, CSA, HCA, CSA), "num_hash_layers": 2} | overrides)
+    """One block of each kind and a second CSA block, two of them hash: short inputs pass every
+    boundary.
+    """
+    return Dsv4Config.tiny(
+        **{"layer_types": (SLIDING, CSA, HCA, CSA), "num_hash_layers": 2} | overrides
+    )
 
 
 def random_ids(config: Dsv4Config, rows: int, tokens: int, seed: int = 0) -> Tensor:
@@ -179,9 +208,11 @@ def random_ids(config: Dsv4Config, rows: int, tokens: int, seed: int = 0) -> Ten
 
 
 def twin(model: Dsv4):
-    """A transformers DeepseekV4ForCausalLM over the same tensors (shared, each in the dtype it has here), in eval mode.
+    """A transformers DeepseekV4ForCausalLM over the same tensors (shared, each in the dtype it has
+    here), in eval mode.
 
-    A bfloat16 model gives what transformers holds after loading in bfloat16: the same parameters are float32 in both.
+    A bfloat16 model gives what transformers holds after loading in bfloat16: the same parameters
+    are float32 in both.
     """
     from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
     from transformers.utils import logging
@@ -193,7 +224,10 @@ def twin(model: Dsv4):
     config = DeepseekV4Config(**model.config.to_hf("transformers"))
     config._attn_implementation = config._experts_implementation = "eager"
     theirs = DeepseekV4ForCausalLM(config)
-    tensors = {from_place("transformers", Place(name)): tensor for name, tensor in model.state_dict().items()}
+    tensors = {
+        from_place("transformers", Place(name)): tensor
+        for name, tensor in model.state_dict().items()
+    }
     theirs.load_state_dict(tensors, strict=True, assign=True)
     return theirs.eval()
 
@@ -203,7 +237,9 @@ def twin(model: Dsv4):
 
 @contextmanager
 def choices_of(theirs) -> Iterator[dict[str, Tensor]]:
-    """Collects what a transformers model chooses: {our name: [b s k] int64} of every router and indexer that runs inside."""
+    """Collects what a transformers model chooses: {our name: [b s k] int64} of every router and
+    indexer that runs inside.
+    """
     found: dict[str, Tensor] = {}
     handles = []
 
@@ -217,7 +253,9 @@ def choices_of(theirs) -> Iterator[dict[str, Tensor]]:
         return output[2].view(*args[0].shape[:2], -1)
 
     for i, layer in enumerate(theirs.model.layers):
-        handles.append(layer.mlp.gate.register_forward_hook(keep(f"layers.{i}.mlp.expert_indices", per_token)))
+        handles.append(
+            layer.mlp.gate.register_forward_hook(keep(f"layers.{i}.mlp.expert_indices", per_token))
+        )
         indexer = getattr(layer.self_attn.compressor, "indexer", None)
         if indexer is not None:
             name = f"layers.{i}.self_attn.compressor.indexer.indexer_selection"
@@ -238,7 +276,9 @@ def as_sets(chosen: Tensor) -> Tensor:
 
 
 def boundary_gap(scores: Tensor, k: int) -> Tensor:
-    """scores [... e] -> [...]: the last chosen score minus the first left out, over the row's largest finite |score|; inf if all fit."""
+    """scores [... e] -> [...]: the last chosen score minus the first left out, over the row's
+    largest finite |score|; inf if all fit.
+    """
     finite = scores.masked_fill(scores.isinf(), 0.0)
     if scores.shape[-1] <= k:
         return torch.full(scores.shape[:-1], torch.inf)
@@ -249,7 +289,9 @@ def boundary_gap(scores: Tensor, k: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Agreement:
-    """clean: [b s] bool, tokens that no differing choice can have touched; ties: rows that chose differently by a near tie, of rows."""
+    """clean: [b s] bool, tokens that no differing choice can have touched; ties: rows that chose
+    differently by a near tie, of rows.
+    """
 
     clean: Tensor
     ties: int
@@ -260,9 +302,11 @@ def agree(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Agreement
     """Compare the choices of two ways of running one model, block by block.
 
     Args:
-        ours: expert_indices and indexer_selection of every block with the scores they were made from, as `run_with_cache` returns.
+        ours: expert_indices and indexer_selection of every block with the scores they were made
+            from, as `run_with_cache` returns.
         theirs: the same choices, made the other way.
-    Raises AssertionError where they differ and the scores are not near a tie. Later tokens and blocks may then differ as well:
+    Raises AssertionError where they differ and the scores are not near a tie. Later tokens and
+    blocks may then differ as well:
     they are not compared, and not clean.
     """
     size = next(iter(theirs.values())).shape[:2]
@@ -275,7 +319,9 @@ def agree(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Agreement
             leaf = name.rsplit(".", 1)[-1]
             scores = ours[name.replace(leaf, SCORES_OF[leaf])]
             gap = boundary_gap(scores, ours[name].shape[-1])[differs]
-            assert bool((gap <= NEAR_TIE).all()), f"{name} differs in {len(gap)} rows whose scores do not tie: gaps {gap.tolist()[:5]}"
+            assert bool((gap <= NEAR_TIE).all()), (
+                f"{name} differs in {len(gap)} rows that do not tie: gaps {gap.tolist()[:5]}"
+            )
             ties += len(gap)
         touched = (touched | differs).cummax(dim=1).values
     return Agreement(~touched, ties, rows)

@@ -1,7 +1,9 @@
-"""Random checkpoints for tests: every tensor random, every stored format, each naming scheme, several shards.
+"""Random checkpoints for tests: every tensor random, every stored format, each naming scheme,
+several shards.
 
-The values that a reader has to find are computed here element by element from the format's definition, not by the
-functions under test. Nothing is named or written by the writer of `dsv4.convert`, only the name table is shared.
+The values that a reader has to find are computed here element by element from the format's
+definition, not by the functions under test. Nothing is named or written by the writer of
+`dsv4.convert`, only the name table is shared.
 """
 
 import dataclasses
@@ -46,7 +48,8 @@ Stored = Literal["BF16", "F32", "FP8", "FP4"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a random checkpoint is like. linears, experts: stored format; scales: dtype of FP8's scales."""
+    """What a random checkpoint is like. linears, experts: stored format; scales: dtype of FP8's
+    scales."""
 
     scheme: Scheme = "official"
     linears: Stored = "FP8"
@@ -64,7 +67,8 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Made:
-    """`stored`: what is in the files, by their names. `expected`: our tensors, dequantised in float64, ids in int64."""
+    """`stored`: what is in the files, by their names. `expected`: our tensors, dequantised in
+    float64, ids in int64."""
 
     folder: Path
     stored: dict[str, Tensor]
@@ -86,9 +90,13 @@ def make_checkpoint(
             weight, scale, value = _tensor(name, spec, shape, kind, recipe, config, random)
             stored[_name(recipe.scheme, place)] = weight
             if scale is not None:
-                stored[_name(recipe.scheme, dataclasses.replace(place, name=names.scale_of(name)))] = scale
+                stored[
+                    _name(recipe.scheme, dataclasses.replace(place, name=names.scale_of(name)))
+                ] = scale
             values.append(value)
-        expected[name] = values[0] if len(values) == 1 and "experts." not in name else _stack(values, spec)
+        expected[name] = (
+            values[0] if len(values) == 1 and "experts." not in name else _stack(values, spec)
+        )
     stored |= _extras(config, recipe, random)
     write_files(folder, stored, recipe.num_shards)
     style = "official" if recipe.scheme == "official" else "transformers"
@@ -103,7 +111,8 @@ def make_checkpoint(
 
 
 def write_files(folder: Path, stored: dict[str, Tensor], num_shards: int) -> None:
-    """Deal the tensors out to shards in turn, so that scales and experts lie apart; one shard is a single file."""
+    """Deal the tensors out to shards in turn, so that scales and experts lie apart; one shard is a
+    single file."""
     folder.mkdir(parents=True, exist_ok=True)
     if num_shards == 1:
         save_file(stored, folder / SINGLE_NAME, metadata={"format": "pt"})
@@ -128,7 +137,10 @@ def fp4_values(packed: Tensor, scale: Tensor) -> Tensor:
     """[o, i/2] bytes and [o, i/32] scales -> float64, by the definition."""
     byte = packed.view(torch.uint8).long()
     codes = torch.stack((byte % 16, byte // 16), dim=-1).flatten(1)
-    values = torch.tensor(E2M1, dtype=torch.float64)[codes % 8] * torch.where(codes >= 8, -1.0, 1.0).double()
+    values = (
+        torch.tensor(E2M1, dtype=torch.float64)[codes % 8]
+        * torch.where(codes >= 8, -1.0, 1.0).double()
+    )
     return values * scale_values(scale)[:, torch.arange(codes.shape[1]) // 32]
 
 
@@ -167,22 +179,30 @@ def _name(scheme: Scheme, place: Place) -> str:
     return name
 
 
-def _tensor(name, spec, shape, kind, recipe: Recipe, config: Dsv4Config, random) -> tuple[Tensor, Tensor | None, Tensor]:
+def _tensor(
+    name, spec, shape, kind, recipe: Recipe, config: Dsv4Config, random
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """(stored, its scale or None, its values)."""
     if kind == "I64":
         ids = torch.randint(config.n_routed_experts, shape, generator=random)
         return ids, None, ids
     if kind in ("BF16", "F32"):
         # As wide as the other random models of the tests: norms around one.
-        values = torch.randn(shape, generator=random) * (0.2 if spec.is_norm else 0.25) + (1.0 if spec.is_norm else 0.0)
+        values = torch.randn(shape, generator=random) * (0.2 if spec.is_norm else 0.25) + (
+            1.0 if spec.is_norm else 0.0
+        )
         values = values.to(torch.bfloat16 if kind == "BF16" else torch.float32)
         return values, None, values.double()
     if len(shape) == 3:
-        parts = [_tensor(name, spec, shape[1:], kind, recipe, config, random) for _ in range(shape[0])]
+        parts = [
+            _tensor(name, spec, shape[1:], kind, recipe, config, random) for _ in range(shape[0])
+        ]
         codes, scales, values = zip(*parts, strict=True)
         return _stack_bytes(codes), _stack_bytes(scales), torch.stack(values)
     if kind == "FP4":
-        packed = torch.randint(-128, 128, (shape[0], shape[1] // 2), dtype=torch.int8, generator=random)
+        packed = torch.randint(
+            -128, 128, (shape[0], shape[1] // 2), dtype=torch.int8, generator=random
+        )
         scale = _scale((shape[0], shape[1] // 32), "E8M0", random)
         return packed, scale, fp4_values(packed, scale)
     byte = torch.randint(256, shape, dtype=torch.uint8, generator=random)
@@ -196,11 +216,17 @@ def _scale(shape: tuple[int, ...], dtype: str, random) -> Tensor:
     # e4m3 codes go up to 448, so these leave weights of ordinary size.
     if dtype == "F32":
         return torch.rand(shape, generator=random) * 2**-9 + 2**-11
-    return torch.randint(116, 121, shape, dtype=torch.uint8, generator=random).view(torch.float8_e8m0fnu)
+    return torch.randint(116, 121, shape, dtype=torch.uint8, generator=random).view(
+        torch.float8_e8m0fnu
+    )
 
 
 def _stack(values: list[Tensor], spec: Spec) -> Tensor:
-    return torch.stack(values).reshape(spec.shape) if len(values) > 1 else values[0].reshape(spec.shape)
+    return (
+        torch.stack(values).reshape(spec.shape)
+        if len(values) > 1
+        else values[0].reshape(spec.shape)
+    )
 
 
 def _stack_bytes(tensors: tuple[Tensor, ...]) -> Tensor:
@@ -226,7 +252,9 @@ def _extras(config: Dsv4Config, recipe: Recipe, random) -> dict[str, Tensor]:
         side = math.ceil(width / 128)
         extras[f"mtp.0.{projection}.scale"] = _scale((side, side), "E8M0", random)
     if recipe.vision:
-        extras |= {name: torch.randn(shape, generator=random).bfloat16() for name, shape in VISION_EXTRAS}
+        extras |= {
+            name: torch.randn(shape, generator=random).bfloat16() for name, shape in VISION_EXTRAS
+        }
         for layer, kind in enumerate(config.mlp_layer_types):
             bias = torch.randn(config.n_routed_experts, generator=random)
             extras[f"layers.{layer}.ffn.gate.bias_vl"] = bias

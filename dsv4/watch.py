@@ -140,7 +140,7 @@ class Watching:
                 out, origin = self._capture(capture, chosen, input, run)
                 values = {n: held[n] for n in chosen}
                 return out, ActivationCache(values, axes, capture.positions, self.num_layers, origin, self)
-            with StreamWriter(to, axes, self.num_layers) as writer:
+            with StreamWriter(to, axes, self.num_layers, self.hook_dict) as writer:
                 capture = Capture(writer.write, pos=pos)
                 out, writer.origin = self._capture(capture, chosen, input, run)
                 writer.positions = capture.positions

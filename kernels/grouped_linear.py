@@ -71,4 +71,13 @@ def _gradient(ctx, dy: Tensor):
     return dx, dw, None
 
 
+def _gradient_of_outer(ctx, dw: Tensor):
+    dy, x, ends = ctx.saved_tensors
+    ddy = grouped_linear(x, dw.contiguous(), ends) if ctx.needs_input_grad[0] else None
+    dx = grouped_linear(dy, dw.transpose(1, 2).contiguous(), ends) if ctx.needs_input_grad[1] else None
+    return ddy, dx, None
+
+
 grouped_linear.register_autograd(_gradient, setup_context=_keep)
+# Second derivatives pass through the gradient of the weights.
+grouped_outer.register_autograd(_gradient_of_outer, setup_context=_keep)

@@ -1,12 +1,15 @@
-"""The number formats of DeepSeek-V4 checkpoints: block-scaled FP8, packed FP4, exponent-only scales.
+"""The number formats of DeepSeek-V4 checkpoints: block-scaled FP8, packed FP4, E8M0 scales.
 
-    FP8    w[r, c] = e4m3(code[r, c]) * scale[r // 128, c // 128]      last blocks may be ragged
-    FP4    w[r, c] = e2m1(code[r, c]) * scale[r, c // 32]              two codes a byte, low nibble = even column
-    E8M0   scale = 2^(byte - 127); byte 0 is 2^-127, byte 255 is NaN
+    FP8    w[r, c] = e4m3(code[r, c]) * scale[r // 128, c // 128]    last blocks may be ragged
+    FP4    w[r, c] = e2m1(code[r, c]) * scale[r, c // 32]            two codes in a byte
+    E8M0   scale = 2^(byte - 127)                                    byte 255 is NaN
 
-Decoding looks codes up in a table of values: 256 of them for FP8, 256 pairs for FP4. The product with the scale is taken
-in float32 and rounded once to the dtype asked for, which loses nothing in bfloat16 while the scale is a power of two.
-Encoding takes the smallest power of two that keeps a block in range, then rounds to nearest, ties to even.
+The low nibble of a byte is the even column.
+
+Decoding looks codes up in a table of values: 256 of them for FP8, 256 pairs for FP4. The product
+with the scale is taken in float32 and rounded once to the dtype asked for, which loses nothing in
+bfloat16 while the scale is a power of two. Encoding takes the smallest power of two that keeps a
+block in range, then rounds to nearest, ties to even.
 Axes: o output row, i input column, e stacked expert.
 """
 
@@ -21,22 +24,22 @@ FP4_BLOCK = 32
 FP8_MAX = 448.0
 FP4_MAX = 6.0
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-# Halfway points between neighbours of E2M1, and whether a tie goes up (to the neighbour with the even code).
+# Halfway points between neighbours of E2M1, and whether a tie goes up: to the even code.
 E2M1_MIDPOINTS = (
     *((0.25, False), (0.75, True), (1.25, False), (1.75, True)),
     *((2.5, False), (3.5, True), (5.0, False)),
 )
 E8M0_BIAS = 127
 E8M0_NAN = 255
-# Elements decoded at a time: on a CPU the temporaries stay in the cache (and below malloc's mmap threshold, twice as
-# fast as 2^22), on a GPU each step is large enough to fill it.
+# Elements decoded at a time. On a CPU the temporaries stay in the cache and below malloc's mmap
+# threshold (FP8 is three times as fast as in steps of 2^22), on a GPU a step is enough to fill it.
 CPU_CHUNK = 1 << 19
 GPU_CHUNK = 1 << 26
 ONE_BYTE = (torch.uint8, torch.int8)
 
 
 def e8m0_to_float32(scale: Tensor) -> Tensor:
-    """Scale bytes (float8_e8m0fnu or uint8, any shape) -> float32: 2^(byte - 127), NaN for byte 255.
+    """Scale bytes (float8_e8m0fnu or uint8, any shape) -> 2^(byte - 127) in float32, NaN for 255.
 
     Built from bit patterns, so 2^-127, which float32 holds only as a subnormal, survives flushing.
     """
@@ -46,22 +49,15 @@ def e8m0_to_float32(scale: Tensor) -> Tensor:
     return _e8m0_table(scale.device).index_select(0, index.flatten()).view(scale.shape)
 
 
-def float32_to_e8m0(scale: Tensor) -> Tensor:
-    """Powers of two in float32 (or NaN) -> float8_e8m0fnu. Raises ValueError where a value is not such a power."""
-    mantissa, exponent = torch.frexp(scale.float())
-    byte = exponent.to(torch.int32) - 1 + E8M0_BIAS
-    is_power = (mantissa == 0.5) & (byte >= 0) & (byte < E8M0_NAN)
-    is_nan = scale.isnan()
-    if not bool((is_power | is_nan).all()):
-        bad = scale[~(is_power | is_nan)].flatten()[0].item()
-        raise ValueError(f"scale {bad} is not a power of two in [2^-127, 2^127], so E8M0 cannot hold it")
-    return byte.masked_fill(is_nan, E8M0_NAN).to(torch.uint8).view(torch.float8_e8m0fnu)
-
-
 def fp8_scale_shape(shape: tuple[int, ...], row_parts: int = 1) -> tuple[int, ...]:
-    """Shape of the 128x128 scales of a weight [.., o, i]; each of `row_parts` equal parts of o has a grid of its own."""
+    """Shape of the 128x128 scales of a weight [.., o, i]; each of `row_parts` equal parts of o has
+    a grid of its own."""
     *stack, rows, columns = shape
-    return (*stack, row_parts * math.ceil(rows // row_parts / FP8_BLOCK), math.ceil(columns / FP8_BLOCK))
+    return (
+        *stack,
+        row_parts * math.ceil(rows // row_parts / FP8_BLOCK),
+        math.ceil(columns / FP8_BLOCK),
+    )
 
 
 def fp4_scale_shape(packed_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -82,21 +78,26 @@ def dequantize_fp8(
 
     Args:
         codes: [o, i] or [e, o, i] float8_e4m3fn, or the same bytes as uint8 or int8.
-        scale: [ceil(o/128), ceil(i/128)] (with e in front for a stack): float8_e8m0fnu, or float32 as stored.
-        dtype: of the result; the product is float32 and rounded once.
+        scale: [ceil(o/128), ceil(i/128)] (with e in front for a stack): float8_e8m0fnu, or float32
+            as stored.
+        dtype: of the result; the product is rounded to float32, then to this.
         row_parts: o holds this many matrices of o/row_parts rows, each with a block grid of its own
             (2 for stacked gate and up).
-        out: optional tensor of the codes' shape that receives the result, of any dtype (it then decides).
+        out: optional tensor of the codes' shape that receives the result, of any dtype (it then
+            decides).
     Returns:
         [o, i] or [e, o, i]. NaN codes and NaN scales give NaN.
     """
     if codes.dtype != torch.float8_e4m3fn and codes.dtype not in ONE_BYTE:
-        raise ValueError(f"codes are {codes.dtype}; expected float8_e4m3fn, or its bytes as uint8 or int8")
+        raise ValueError(
+            f"codes are {codes.dtype}; expected float8_e4m3fn, or its bytes as uint8 or int8"
+        )
     expected = fp8_scale_shape(tuple(codes.shape), row_parts)
     if codes.dim() not in (2, 3) or codes.shape[-2] % row_parts or tuple(scale.shape) != expected:
         raise ValueError(
-            f"codes {list(codes.shape)} with scales {list(scale.shape)}; expected rank 2 or 3, rows divisible by "
-            f"row_parts={row_parts}, and scales {list(expected)} (blocks of {FP8_BLOCK} x {FP8_BLOCK})"
+            f"codes {list(codes.shape)} with scales {list(scale.shape)}; expected rank 2 or 3, "
+            f"rows divisible by row_parts={row_parts}, and scales {list(expected)} "
+            f"(blocks of {FP8_BLOCK} x {FP8_BLOCK})"
         )
     out = _result(codes.shape, dtype, codes.device, out)
     scale, exact = _scale_values(scale, out.dtype)
@@ -124,8 +125,10 @@ def dequantize_fp4(
     Args:
         packed: [o, i/2] or [e, o, i/2] int8 or uint8, low nibble = even column.
         scale: [o, i/32] (with e in front for a stack) float8_e8m0fnu, or float32.
-        dtype: of the result; bfloat16 and float32 hold every value exactly, subnormal results aside.
-        out: optional contiguous tensor [o, i] or [e, o, i] that receives the result, of any dtype (it then decides).
+        dtype: of the result; bfloat16 and float32 hold every value exactly, subnormal results
+            aside.
+        out: optional contiguous tensor [o, i] or [e, o, i] that receives the result, of any dtype
+            (it then decides).
     """
     if packed.dtype not in ONE_BYTE:
         raise ValueError(f"packed FP4 is {packed.dtype}; expected int8 or uint8")
@@ -133,8 +136,9 @@ def dequantize_fp4(
     columns = 2 * packed.shape[-1]
     if packed.dim() not in (2, 3) or columns % FP4_BLOCK or tuple(scale.shape) != expected:
         raise ValueError(
-            f"packed {list(packed.shape)} with scales {list(scale.shape)}; expected rank 2 or 3, columns in whole "
-            f"blocks of {FP4_BLOCK} ({FP4_BLOCK // 2} bytes), and scales {list(expected)}"
+            f"packed {list(packed.shape)} with scales {list(scale.shape)}; expected rank 2 or 3, "
+            f"columns in whole blocks of {FP4_BLOCK} ({FP4_BLOCK // 2} bytes), and scales "
+            f"{list(expected)}"
         )
     out = _result((*packed.shape[:-1], columns), dtype, packed.device, out)
     scale, exact = _scale_values(scale, out.dtype)
@@ -162,15 +166,17 @@ def pack_fp4(codes: Tensor) -> Tensor:
 
 
 def quantize_fp8(weight: Tensor, *, row_parts: int = 1) -> tuple[Tensor, Tensor]:
-    """[o, i] or [e, o, i], finite -> (codes float8_e4m3fn of that shape, scale float8_e8m0fnu per 128x128 block).
+    """[.., o, i], finite -> (float8_e4m3fn of that shape, float8_e8m0fnu per block of 128 x 128).
 
-    The scale is the smallest power of two with max |block| <= 448 * scale (1 for a block of zeros), and the values are
-    divided by the rounded scale, never by the one before rounding. `row_parts` as in dequantize_fp8.
-    Raises ValueError on NaN or infinity.
+    The scale is the smallest power of two with max |block| <= 448 * scale (1 for a block of zeros),
+    and the values are divided by the rounded scale, never by the one before rounding. `row_parts`
+    as in dequantize_fp8. Raises ValueError on NaN or infinity.
     """
     rows, columns = weight.shape[-2] // row_parts, weight.shape[-1]
     if weight.dim() not in (2, 3) or weight.shape[-2] % row_parts:
-        raise ValueError(f"weight {list(weight.shape)}; expected rank 2 or 3 with rows divisible by {row_parts}")
+        raise ValueError(
+            f"weight {list(weight.shape)}; expected rank 2 or 3 with rows divisible by {row_parts}"
+        )
     padding = (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK)
     mats = weight.reshape(math.prod(weight.shape[:-2]) * row_parts, rows, columns)
     codes = torch.empty(mats.shape, dtype=torch.float8_e4m3fn, device=weight.device)
@@ -179,7 +185,7 @@ def quantize_fp8(weight: Tensor, *, row_parts: int = 1) -> tuple[Tensor, Tensor]
         padded = torch.nn.functional.pad(mat_oi.float(), padding)
         blocks = padded.unflatten(-1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))
         exponent = _scale_exponent(blocks.abs().amax((1, 3)), FP8_MAX)
-        shrunk = torch.ldexp(blocks, -exponent[:, None, :, None])
+        shrunk = blocks * _power_of_two(-exponent)[:, None, :, None]
         codes_oi.copy_(shrunk.flatten(0, 1).flatten(1, 2)[:rows, :columns])
         scales.append(_e8m0_from_exponent(exponent))
     stacked = torch.stack([scale.view(torch.uint8) for scale in scales]).view(torch.float8_e8m0fnu)
@@ -187,12 +193,16 @@ def quantize_fp8(weight: Tensor, *, row_parts: int = 1) -> tuple[Tensor, Tensor]
 
 
 def quantize_fp4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[o, i] or [e, o, i], finite, i a multiple of 32 -> (packed int8 [.., o, i/2], scale float8_e8m0fnu [.., o, i/32]).
+    """[.., o, i], finite, i a multiple of 32 -> (int8 [.., o, i/2], float8_e8m0fnu [.., o, i/32]).
 
-    Scale and rounding as in quantize_fp8, with 6 in place of 448. Raises ValueError on NaN or infinity.
+    Scale and rounding as in quantize_fp8, with 6 in place of 448. Raises ValueError on NaN or
+    infinity.
     """
     if weight.dim() not in (2, 3) or weight.shape[-1] % FP4_BLOCK:
-        raise ValueError(f"weight {list(weight.shape)}; expected rank 2 or 3 and columns in whole blocks of {FP4_BLOCK}")
+        raise ValueError(
+            f"weight {list(weight.shape)}; expected rank 2 or 3 and columns in whole blocks of "
+            f"{FP4_BLOCK}"
+        )
     blocks = weight.reshape(-1, FP4_BLOCK)
     packed = torch.empty((len(blocks), FP4_BLOCK // 2), dtype=torch.int8, device=weight.device)
     scale = torch.empty(len(blocks), dtype=torch.uint8, device=weight.device)
@@ -201,7 +211,7 @@ def quantize_fp4(weight: Tensor) -> tuple[Tensor, Tensor]:
         part = slice(first, first + step)
         chunk = blocks[part].float()
         exponent = _scale_exponent(chunk.abs().amax(-1), FP4_MAX)
-        packed[part] = pack_fp4(_e2m1_codes(torch.ldexp(chunk, -exponent[:, None])))
+        packed[part] = pack_fp4(_e2m1_codes(chunk * _power_of_two(-exponent)[:, None]))
         scale[part] = _e8m0_from_exponent(exponent).view(torch.uint8)
     shape = (*weight.shape[:-1], weight.shape[-1] // 2)
     return packed.view(shape), scale.view(torch.float8_e8m0fnu).view(fp4_scale_shape(shape))
@@ -211,11 +221,13 @@ def has_nan_code(codes: Tensor) -> bool:
     """Whether float8_e4m3fn codes hold a NaN (0x7F or 0xFF), from two byte-wise maxima."""
     if codes.numel() == 0:
         return False
-    return bool(codes.view(torch.int8).amax() == 0x7F) or bool(codes.view(torch.uint8).amax() == 0xFF)
+    return bool(codes.view(torch.int8).amax() == 0x7F) or bool(
+        codes.view(torch.uint8).amax() == 0xFF
+    )
 
 
 def has_bad_scale(scale: Tensor) -> bool:
-    """Whether a scale tensor holds NaN (E8M0 byte 255) or, in float32, anything that is not finite."""
+    """Whether scales hold NaN (E8M0 byte 255) or, in float32, anything that is not finite."""
     if scale.dtype in (torch.float8_e8m0fnu, torch.uint8):
         return bool((scale.view(torch.uint8) == E8M0_NAN).any())
     return not bool(scale.isfinite().all())
@@ -225,7 +237,9 @@ def _chunk(device: torch.device) -> int:
     return CPU_CHUNK if device.type == "cpu" else GPU_CHUNK
 
 
-def _result(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, out: Tensor | None) -> Tensor:
+def _result(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, out: Tensor | None
+) -> Tensor:
     if out is None:
         return torch.empty(shape, dtype=dtype, device=device)
     if tuple(out.shape) != tuple(shape) or not out.is_contiguous():
@@ -234,18 +248,21 @@ def _result(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, ou
 
 
 def _scale_values(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
-    """(multipliers, exact): exact says that codes and scales fit `dtype`, so that the product there is rounded once."""
+    """(multipliers, exact): exact if codes and scales fit `dtype`, so that it takes the product."""
     is_power = scale.dtype in (torch.float8_e8m0fnu, torch.uint8)
     if not is_power and scale.dtype != torch.float32:
-        raise ValueError(f"scales are {scale.dtype}; expected float8_e8m0fnu, its bytes as uint8, or float32")
+        raise ValueError(
+            f"scales are {scale.dtype}; expected float8_e8m0fnu, its bytes as uint8, or float32"
+        )
     values = e8m0_to_float32(scale) if is_power else scale
     exact = dtype in (torch.float32, torch.float64) or (is_power and dtype == torch.bfloat16)
     return values.to(dtype) if exact else values, exact
 
 
-def _look_up(table: Tensor, codes: Tensor, scale: Tensor, out: Tensor) -> None:
-    """out[...] = table[codes] * scale; a row of a two-column table is packed in one integer, and stands for two columns."""
-    values = table[0].index_select(0, codes.reshape(-1).to(torch.int32)).view(table[1]).view(out.shape)
+def _look_up(table: tuple[Tensor, torch.dtype], codes: Tensor, scale: Tensor, out: Tensor) -> None:
+    """out = values[codes] * scale; table: the values (or pairs packed in integers), their dtype."""
+    entries, dtype = table
+    values = entries.index_select(0, codes.reshape(-1).to(torch.int32)).view(dtype).view(out.shape)
     if values.dtype == out.dtype:
         torch.mul(values, scale, out=out)
     else:
@@ -254,22 +271,23 @@ def _look_up(table: Tensor, codes: Tensor, scale: Tensor, out: Tensor) -> None:
 
 @functools.cache
 def _e8m0_table(device: torch.device) -> Tensor:
-    # A float32 of exponent field b is 2^(b - 127); the field 0 is the subnormals, where 2^-127 is the bit below.
-    bits = torch.arange(256, dtype=torch.int32) << 23
+    # A float32 of exponent field b is 2^(b - 127); the field 0 is the subnormals, where 2^-127 is
+    # the bit below.
+    bits = torch.arange(256, dtype=torch.int32, device="cpu") << 23
     bits[0], bits[E8M0_NAN] = 1 << 22, 0x7FC00000
     return bits.view(torch.float32).to(device)
 
 
 @functools.cache
 def _fp8_table(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, torch.dtype]:
-    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(dtype)
+    values = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).to(dtype)
     return values.to(device), dtype
 
 
 @functools.cache
 def _fp4_pairs(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, torch.dtype]:
-    byte = torch.arange(256)
-    values = torch.tensor(E2M1, dtype=dtype)
+    byte = torch.arange(256, device="cpu")
+    values = torch.tensor(E2M1, dtype=dtype, device="cpu")
     pairs = torch.stack((values[byte & 0xF], values[byte >> 4]), dim=-1)
     whole = {2: torch.int32, 4: torch.int64, 8: torch.complex128}[dtype.itemsize]
     return pairs.view(whole).flatten().to(device), dtype
@@ -278,11 +296,18 @@ def _fp4_pairs(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, torch.
 def _scale_exponent(amax: Tensor, largest: float) -> Tensor:
     """The smallest k in [-127, 127] with amax <= largest * 2^k, int32; 0 where amax is 0."""
     if not bool(amax.isfinite().all()):
-        raise ValueError("the weight holds NaN or infinity, which has no block scale; quantise finite weights")
+        raise ValueError(
+            "the weight holds NaN or infinity, which has no block scale; quantise finite weights"
+        )
     top, top_exponent = math.frexp(largest)
     mantissa, exponent = torch.frexp(amax)
     exponent = exponent.to(torch.int32) - top_exponent + (mantissa > top).to(torch.int32)
     return exponent.clamp(-E8M0_BIAS, E8M0_BIAS).masked_fill(amax == 0, 0)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2^exponent in float32, exactly, for exponents in [-127, 127]."""
+    return e8m0_to_float32((exponent + E8M0_BIAS).to(torch.uint8))
 
 
 def _e8m0_from_exponent(exponent: Tensor) -> Tensor:

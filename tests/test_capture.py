@@ -308,7 +308,7 @@ def test_hooked_gradients_are_those_of_kept_values():
     MODEL.zero_grad()
 
 
-@pytest.mark.parametrize("layers", [(None, 0, 1, 2), pytest.param((3, 4, 5), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layers", [(None, 4), pytest.param((0, 1, 2, 3, 5), marks=pytest.mark.slow)])
 def test_gradients_are_the_slopes(layers):
     """In float64: the gradient at each point against the difference of two runs with the value moved."""
     model = watched_model(torch.float64)

@@ -44,7 +44,10 @@ def single(tmp_path):
 
 @pytest.fixture
 def sharded(tmp_path):
-    files = {"model-00001-of-00002.safetensors": ["a", "b"], "model-00002-of-00002.safetensors": ["c", "d", "e"]}
+    files = {
+        "model-00001-of-00002.safetensors": ["a", "b"],
+        "model-00002-of-00002.safetensors": ["c", "d", "e"],
+    }
     for file, names in files.items():
         save_file({name: TENSORS[name] for name in names}, tmp_path / file)
     write_index(tmp_path, {name: file for file, names in files.items() for name in names})
@@ -67,7 +70,9 @@ def test_a_good_folder(kind, request):
         assert found[name].shape == tuple(tensor.shape)
         assert found[name].nbytes == tensor.nbytes
         raw = (folder / found[name].file).read_bytes()[found[name].begin : found[name].end]
-        expected = b"" if tensor.numel() == 0 else tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        expected = (
+            b"" if tensor.numel() == 0 else tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        )
         assert raw == expected
 
 
@@ -91,7 +96,9 @@ def test_something_else_under_the_name(single, content):
 
 
 def test_a_git_lfs_pointer(single):
-    (single / SINGLE_NAME).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 10\n")
+    (single / SINGLE_NAME).write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 10\n"
+    )
     assert "git lfs pull" in problems_of(single)
 
 
@@ -153,7 +160,10 @@ def test_index_and_shards_disagree_both_ways(sharded):
     tensors = load_file(file)
     save_file({"b": tensors["b"], "x": tensors["a"]}, file)
     text = problems_of(sharded)
-    assert "in the index, but not in the shard it names (1):\n    a (model-00001-of-00002.safetensors)" in text
+    assert (
+        "in the index, but not in the shard it names (1):\n    a (model-00001-of-00002.safetensors)"
+        in text
+    )
     assert "in a shard, but not in the index (1):\n    x (model-00001-of-00002.safetensors)" in text
 
 
@@ -175,7 +185,9 @@ def test_two_checkpoints_in_one_folder(sharded):
     assert "two checkpoints in one folder" in problems_of(sharded)
 
 
-@pytest.mark.parametrize("file", ["../elsewhere.safetensors", "/etc/passwd", "sub/a.safetensors", 3])
+@pytest.mark.parametrize(
+    "file", ["../elsewhere.safetensors", "/etc/passwd", "sub/a.safetensors", 3]
+)
 def test_an_index_that_points_elsewhere(sharded, file):
     write_index(sharded, {"a": file})
     with pytest.raises(CheckpointError, match="not a file beside it"):

@@ -1,4 +1,5 @@
-"""The report, and the released checkpoints at full size: headers with their true shapes over files of holes."""
+"""The report, and the released checkpoints at full size: headers with their true shapes over files
+of holes."""
 
 import json
 import math
@@ -64,8 +65,13 @@ PRO = FLASH | {
     "q_lora_rank": 1536,
     "routed_scaling_factor": 2.5,
 }
-DSPARK = {"dspark_block_size": 5, "dspark_target_layer_ids": [40, 41, 42], "dspark_markov_rank": 256}
-# config, draft, Markov rank -> tensors, payload bytes, stored elements: published totals of the released files.
+DSPARK = {
+    "dspark_block_size": 5,
+    "dspark_target_layer_ids": [40, 41, 42],
+    "dspark_markov_rank": 256,
+}
+# config, draft, Markov rank -> tensors, payload bytes, stored elements: published totals of the
+# released files.
 RELEASED = {
     "Flash": (FLASH, "plain", 0, 69_187, 159_609_485_896, 158_069_433_298),
     "Flash-0731": (
@@ -74,7 +80,9 @@ RELEASED = {
     ),
     "Pro": (PRO, "plain", 0, 145_116, 864_704_792_696, 861_608_274_846),
     "Pro-0813": (
-        PRO | DSPARK | {"compress_ratios": [*PRO["compress_ratios"], 0, 0], "dspark_markov_rank": 512},
+        PRO
+        | DSPARK
+        | {"compress_ratios": [*PRO["compress_ratios"], 0, 0], "dspark_markov_rank": 512},
         *("dspark", 512, 149_782, 892_727_580_904, None),
     ),
 }
@@ -97,7 +105,11 @@ class Table(dict):
 
 def block(table, prefix, config, ratio, is_hash):
     width, heads, rank = config["hidden_size"], config["num_attention_heads"], config["q_lora_rank"]
-    neurons, experts, groups = config["moe_intermediate_size"], config["n_routed_experts"], config["o_groups"]
+    neurons, experts, groups = (
+        config["moe_intermediate_size"],
+        config["n_routed_experts"],
+        config["o_groups"],
+    )
     table.plain(f"{prefix}.attn.attn_sink", "F32", heads)
     table.plain(f"{prefix}.attn.q_norm.weight", "BF16", rank)
     table.plain(f"{prefix}.attn.kv_norm.weight", "BF16", 512)
@@ -123,7 +135,10 @@ def block(table, prefix, config, ratio, is_hash):
         table.fp4(f"{prefix}.ffn.experts.{expert}.w1", neurons, width)
         table.fp4(f"{prefix}.ffn.experts.{expert}.w3", neurons, width)
         table.fp4(f"{prefix}.ffn.experts.{expert}.w2", width, neurons)
-    for at, wide in {4: (("compressor", 512), ("indexer.compressor", 128)), 128: (("compressor", 512),)}.get(ratio, ()):
+    for at, wide in {
+        4: (("compressor", 512), ("indexer.compressor", 128)),
+        128: (("compressor", 512),),
+    }.get(ratio, ()):
         columns = 2 * wide if ratio == 4 else wide
         table.plain(f"{prefix}.attn.{at}.ape", "F32", ratio, columns)
         table.plain(f"{prefix}.attn.{at}.norm.weight", "BF16", wide)
@@ -177,7 +192,9 @@ def write_hollow(folder, table, config):
     shards = {}
     for name in table:
         parts = name.split(".")
-        shards.setdefault(f"{parts[0]}.{parts[1]}" if parts[0] in ("layers", "mtp") else parts[0], []).append(name)
+        shards.setdefault(
+            f"{parts[0]}.{parts[1]}" if parts[0] in ("layers", "mtp") else parts[0], []
+        ).append(name)
     weight_map = {}
     for number, found in enumerate(shards.values(), start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -203,12 +220,15 @@ def test_released_files_fit_the_plan(which):
     if elements is not None:
         assert sum(math.prod(shape) for _, shape in table.values()) == elements
     stored = {
-        name: StoredTensor(name, "file", dtype, shape, 0, nbytes(dtype, shape)) for name, (dtype, shape) in table.items()
+        name: StoredTensor(name, "file", dtype, shape, 0, nbytes(dtype, shape))
+        for name, (dtype, shape) in table.items()
     }
     plan = make_plan(Dsv4Config.from_hf(config), stored)
     assert plan.problems.by_kind == {}
     assert plan.scheme == "official"
-    assert [len(found) for found in plan.extras.values()] == [sum(name.startswith("mtp.") for name in table)]
+    assert [len(found) for found in plan.extras.values()] == [
+        sum(name.startswith("mtp.") for name in table)
+    ]
     pieces = [piece for source in plan.sources.values() for piece in source.pieces]
     used = [t.name for piece in pieces for t in (piece.weight, piece.scale) if t is not None]
     assert sorted(used) == sorted(name for name in table if not name.startswith("mtp."))
@@ -253,17 +273,26 @@ def test_report_on_a_small_checkpoint(tmp_path):
     assert report.num_files == 3
     assert report.file_bytes == sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
     assert report.stored.nbytes == sum(tensor.nbytes for tensor in made.stored.values())
-    assert report.memory["float32"] == sum(t.numel() * (8 if t.dtype == torch.int64 else 4) for t in made.expected.values())
+    assert report.memory["float32"] == sum(
+        t.numel() * (8 if t.dtype == torch.int64 else 4) for t in made.expected.values()
+    )
     state = dict(open_checkpoint(tmp_path).tensors(dtype=torch.bfloat16))
     assert report.memory["bfloat16"] == sum(tensor.nbytes for tensor in state.values())
     native = dict(open_checkpoint(tmp_path).tensors(dtype=torch.bfloat16, native=True))
     assert report.memory["native"] == sum(tensor.nbytes for tensor in native.values())
-    for line in ("official names", "skipped    vision tower: 5 tensors", "0-1      sliding_attention", "problems   none"):
+    for line in (
+        "official names",
+        "skipped    vision tower: 5 tensors",
+        "0-1      sliding_attention",
+        "problems   none",
+    ):
         assert line in str(report)
 
 
 def test_problems_are_reported_not_raised(tmp_path):
-    made = make_checkpoint(tmp_path, Dsv4Config.tiny(hidden_size=32, moe_intermediate_size=32), Recipe())
+    made = make_checkpoint(
+        tmp_path, Dsv4Config.tiny(hidden_size=32, moe_intermediate_size=32), Recipe()
+    )
     file = sorted(tmp_path.glob("*.safetensors"))[0]
     file.unlink()
     report = inspect_checkpoint(tmp_path)

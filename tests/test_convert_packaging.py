@@ -1,4 +1,5 @@
-"""Repackagings that are not read are refused by name, and what is read is not taken for one of them."""
+"""Repackagings that are not read are refused by name, and what is read is not taken for one of
+them."""
 
 import json
 
@@ -33,7 +34,9 @@ SIGNS = [
 
 @pytest.fixture
 def made(tmp_path):
-    return make_checkpoint(tmp_path, Dsv4Config.tiny(hidden_size=32, moe_intermediate_size=32), Recipe(num_shards=1))
+    return make_checkpoint(
+        tmp_path, Dsv4Config.tiny(hidden_size=32, moe_intermediate_size=32), Recipe(num_shards=1)
+    )
 
 
 @pytest.mark.parametrize(("quantisation", "name", "called"), SIGNS)
@@ -51,7 +54,9 @@ def test_each_is_named(made, quantisation, name, called):
 
 def test_mlx_is_known_by_its_config(made):
     path = made.folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization": {"bits": 4, "group_size": 64}}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"quantization": {"bits": 4, "group_size": 64}})
+    )
     with pytest.raises(CheckpointError, match="MLX"):
         open_checkpoint(made.folder)
 

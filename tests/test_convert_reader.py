@@ -1,16 +1,14 @@
 """Reading: every format in every naming scheme, the model that comes out, and what is refused."""
 
-import dataclasses
 import json
 import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from dsv4.config import HASH_MOE, MOE, Dsv4Config
 from dsv4.convert import CheckpointError, names, open_checkpoint
-from dsv4.convert.header import INDEX_NAME, SINGLE_NAME
+from dsv4.convert.header import SINGLE_NAME
 from dsv4.convert.layout import layout
 from dsv4.testing_checkpoints import Recipe, make_checkpoint, write_files
 
@@ -82,7 +80,9 @@ def test_values(tmp_path, recipe, dtype):
     for name, expected in made.expected.items():
         wanted = specs[name].dtype or dtype
         # The product of code and scale is rounded to float32 first.
-        assert same_bits(read[name], expected.float().to(wanted) if expected.is_floating_point() else expected), name
+        assert same_bits(
+            read[name], expected.float().to(wanted) if expected.is_floating_point() else expected
+        ), name
 
 
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if r.is_quantised], ids=str)
@@ -103,7 +103,9 @@ def test_native_tensors_are_the_stored_bits(tmp_path, recipe):
         if stored.dtype.itemsize == 1 or names.weight_of_scale(place.name) is not None:
             assert same_bits(mine, stored), name
             matched += 1
-    assert matched == sum(2 * len(s.pieces) for s in checkpoint.sources.values() if s.format != "dense")
+    assert matched == sum(
+        2 * len(s.pieces) for s in checkpoint.sources.values() if s.format != "dense"
+    )
 
 
 def test_formats_name_every_linear_map_and_bank(tmp_path):
@@ -120,15 +122,24 @@ def test_formats_name_every_linear_map_and_bank(tmp_path):
 def test_some_modules_native(tmp_path):
     make_checkpoint(tmp_path, config_for(Recipe()), Recipe())
     checkpoint = open_checkpoint(tmp_path)
-    read = dict(checkpoint.tensors(dtype=torch.float32, native=lambda module: module == "layers.1.mlp.experts"))
+    read = dict(
+        checkpoint.tensors(
+            dtype=torch.float32, native=lambda module: module == "layers.1.mlp.experts"
+        )
+    )
     scales = {name for name in read if names.weight_of_scale(name) is not None}
-    assert scales == {"layers.1.mlp.experts.gate_up_proj_scale_inv", "layers.1.mlp.experts.down_proj_scale_inv"}
+    assert scales == {
+        "layers.1.mlp.experts.gate_up_proj_scale_inv",
+        "layers.1.mlp.experts.down_proj_scale_inv",
+    }
     assert read["layers.1.mlp.experts.gate_up_proj"].dtype == torch.int8
     assert read["layers.2.mlp.experts.gate_up_proj"].dtype == torch.float32
 
 
 def test_some_layers(made):
-    read = {name for name, _ in open_checkpoint(made.folder).tensors(dtype=torch.float32, layers=[1, 3])}
+    read = {
+        name for name, _ in open_checkpoint(made.folder).tensors(dtype=torch.float32, layers=[1, 3])
+    }
     blocks = {names.block_of(name) for name in read}
     assert blocks == {None, 1, 3}
     assert {name for name in made.expected if names.block_of(name) in blocks} == read
@@ -145,7 +156,9 @@ def test_tensors_own_their_memory(made):
 def test_progress_ends_at_the_total(made):
     calls = []
     checkpoint = open_checkpoint(made.folder)
-    for _ in checkpoint.tensors(dtype=torch.float32, progress=lambda done, total: calls.append((done, total))):
+    for _ in checkpoint.tensors(
+        dtype=torch.float32, progress=lambda done, total: calls.append((done, total))
+    ):
         pass
     total = sum(t.nbytes for n, t in made.stored.items() if not n.startswith("mtp."))
     assert calls[-1] == (total, total)
@@ -154,7 +167,10 @@ def test_progress_ends_at_the_total(made):
 
 def test_parts_are_the_stored_tensors_one_by_one(made):
     checkpoint = open_checkpoint(made.folder)
-    seen = {names.from_place("official", place) for place, _ in checkpoint.parts(dtype=None, native=True)}
+    seen = {
+        names.from_place("official", place)
+        for place, _ in checkpoint.parts(dtype=None, native=True)
+    }
     assert seen == {name for name in made.stored if not name.startswith("mtp.")}
 
 
@@ -180,12 +196,16 @@ def test_hash_table_stored_as_int32(made):
     stored = {n: t.int() if t.dtype == torch.int64 else t for n, t in made.stored.items()}
     read = dict(open_checkpoint(rewrite(made, stored)).tensors(dtype=torch.bfloat16))
     assert read["layers.0.mlp.router.tid2eid"].dtype == torch.int64
-    assert torch.equal(read["layers.0.mlp.router.tid2eid"], made.expected["layers.0.mlp.router.tid2eid"])
+    assert torch.equal(
+        read["layers.0.mlp.router.tid2eid"], made.expected["layers.0.mlp.router.tid2eid"]
+    )
 
 
 def test_fourteen_layers_and_twelve_experts(tmp_path):
     recipe = Recipe(linears="BF16", experts="BF16", num_shards=3)
-    config = config_for(recipe, num_hidden_layers=14, n_routed_experts=12, hidden_size=32, moe_intermediate_size=8)
+    config = config_for(
+        recipe, num_hidden_layers=14, n_routed_experts=12, hidden_size=32, moe_intermediate_size=8
+    )
     made = make_checkpoint(tmp_path, config, recipe)
     for name, tensor in open_checkpoint(tmp_path).tensors(dtype=torch.float32):
         assert torch.equal(tensor.double(), made.expected[name].double()), name
@@ -193,7 +213,9 @@ def test_fourteen_layers_and_twelve_experts(tmp_path):
 
 def test_extras_are_counted_and_skipped(tmp_path):
     recipe = Recipe(draft="dspark", vision=True)
-    make_checkpoint(tmp_path, config_for(recipe, mlp_layer_types=(HASH_MOE, MOE, HASH_MOE, MOE)), recipe)
+    make_checkpoint(
+        tmp_path, config_for(recipe, mlp_layer_types=(HASH_MOE, MOE, HASH_MOE, MOE)), recipe
+    )
     checkpoint = open_checkpoint(tmp_path).check()
     counts = {label: len(found) for label, found in checkpoint.extras.items()}
     assert counts == {
@@ -204,229 +226,9 @@ def test_extras_are_counted_and_skipped(tmp_path):
         "router bias of hash blocks (image tokens only)": 2,
     }
     assert "skipped 11 of mtp" in checkpoint.summary()
-    assert "layers.0.mlp.router.e_score_correction_bias" not in dict(checkpoint.tensors(dtype=torch.float32))
-
-
-# What is refused before any data are read.
-
-
-def fault(folder):
-    checkpoint = open_checkpoint(folder)
-    with pytest.raises(CheckpointError) as error:
-        checkpoint.check()
-    with pytest.raises(CheckpointError):
-        next(checkpoint.tensors(dtype=torch.float32))
-    return str(error.value)
-
-
-def without(stored, *dropped):
-    return {name: tensor for name, tensor in stored.items() if name not in dropped}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "embed.weight",
-        "norm.weight",
-        "hc_head_scale",
-        "layers.2.attn.kv_norm.weight",
-        "layers.2.attn.compressor.norm.weight",
-        "layers.0.ffn.gate.tid2eid",
-        "layers.3.ffn.gate.bias",
-        "layers.3.attn.attn_sink",
-    ],
-)
-def test_a_missing_tensor(made, name):
-    text = fault(rewrite(made, without(made.stored, name)))
-    assert "missing tensors (1):" in text
-    assert name in text
-
-
-def test_a_missing_quantised_weight_leaves_its_scale_alone(made):
-    text = fault(rewrite(made, without(made.stored, "layers.1.ffn.experts.2.w3.weight")))
-    assert "missing tensors (1):\n    layers.1.ffn.experts.2.w3.weight" in text
-    assert "scales without a weight (1):\n    layers.1.ffn.experts.2.w3.scale" in text
-
-
-@pytest.mark.parametrize(
-    "scale",
-    ["layers.1.attn.wq_a.scale", "layers.2.attn.indexer.wq_b.scale", "layers.1.ffn.experts.2.w3.scale"],
-)
-def test_a_weight_without_its_scale(made, scale):
-    text = fault(rewrite(made, without(made.stored, scale)))
-    assert "quantised weights without a scale (1)" in text
-    assert scale.replace(".scale", ".weight") in text
-
-
-def test_many_faults_are_counted_and_the_first_ten_named(made):
-    dropped = [name for name in made.stored if name.endswith(".w1.weight") and name.startswith("layers.")]
-    text = fault(rewrite(made, without(made.stored, *dropped)))
-    assert f"missing tensors ({len(dropped)}):" in text
-    assert f"... and {len(dropped) - 10} more" in text
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "layers.4.attn_norm.weight",
-        "layers.0.attn.compressor.norm.weight",
-        "layers.0.ffn.experts.3.w1.weight",
-        "layers.0.attn.wq_a.bias",
-        "norm.scale",
-        "lm_head.weight",
-        "layers.3.ffn.gate.tid2eid",
-        "hc_head.fn",
-        "layers.2.attn.compressor.wkv.weight_scale_2x",
-    ],
-)
-def test_an_unexpected_tensor(made, name):
-    text = fault(rewrite(made, made.stored | {name: torch.ones(4)}))
-    assert f"unexpected tensors (1):\n    {name}" in text
-
-
-def test_a_name_of_another_scheme_is_not_taken(made):
-    stored = without(made.stored, "norm.weight") | {"model.norm.weight": made.stored["norm.weight"]}
-    text = fault(rewrite(made, stored))
-    assert "missing tensors (1):\n    norm.weight" in text
-    assert "unexpected tensors (1):\n    model.norm.weight" in text
-
-
-def test_a_bias_on_a_hash_block_without_its_table(made):
-    """Only beside the table is it the vision file's extra; alone it is a block of another kind."""
-    stored = without(made.stored, "layers.0.ffn.gate.tid2eid") | {"layers.0.ffn.gate.bias": torch.ones(3)}
-    text = fault(rewrite(made, stored))
-    assert "missing tensors (1):\n    layers.0.ffn.gate.tid2eid" in text
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "head.weight",
-        "layers.0.attn.wo_a.weight",
-        "layers.1.hc_attn_fn",
-        "layers.2.attn.compressor.ape",
-        "layers.0.ffn.gate.tid2eid",
-        "layers.1.ffn.experts.0.w2.weight",
-        "layers.1.ffn.experts.0.w2.scale",
-        "layers.0.attn.wo_a.scale",
-    ],
-)
-def test_a_wrong_shape(made, name):
-    tensor = made.stored[name]
-    wider = torch.zeros((*tensor.shape[:-1], tensor.shape[-1] + 1)).to(tensor.dtype)
-    text = fault(rewrite(made, made.stored | {name: wider}))
-    assert f"wrong shape (1):\n    {name}: {list(wider.shape)}, expected {list(tensor.shape)}" in text
-
-
-def test_a_grouped_projection_of_full_width(made):
-    """wo_a is grouped: its second dimension is heads * head_dim / groups."""
-    rows, columns = made.stored["layers.0.attn.wo_a.weight"].shape
-    wide = torch.zeros(rows, 2 * columns).to(torch.float8_e4m3fn)
-    assert "wrong shape" in fault(rewrite(made, made.stored | {"layers.0.attn.wo_a.weight": wide}))
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("norm.weight", torch.float8_e4m3fn),
-        ("norm.weight", torch.int8),
-        ("embed.weight", torch.uint8),
-        ("layers.0.ffn.gate.weight", torch.int64),
-        ("layers.0.ffn.gate.tid2eid", torch.float32),
-        ("layers.0.ffn.gate.tid2eid", torch.uint8),
-        ("layers.0.attn.wq_a.weight", torch.int8),
-        ("layers.0.attn.wq_a.weight", torch.float8_e5m2),
-        ("layers.0.attn.wq_a.scale", torch.bfloat16),
-        ("layers.0.attn.wq_a.scale", torch.int8),
-        ("layers.1.ffn.experts.0.w1.scale", torch.float32),
-        ("layers.1.ffn.experts.0.w1.weight", torch.uint8),
-    ],
-)
-def test_a_wrong_dtype(made, name, dtype):
-    stored = made.stored | {name: torch.ones(made.stored[name].shape).to(dtype)}
-    text = fault(rewrite(made, stored))
-    assert "wrong dtype (1):" in text
-    assert f"    {name}: " in text
-
-
-def test_a_scale_of_a_weight_that_is_not_quantised(made):
-    weight = torch.ones(made.stored["layers.0.attn.wq_a.weight"].shape, dtype=torch.bfloat16)
-    text = fault(rewrite(made, made.stored | {"layers.0.attn.wq_a.weight": weight}))
-    assert "scales of a weight that is not quantised (1):\n    layers.0.attn.wq_a.scale" in text
-
-
-def test_a_quantised_compressor_needs_a_scale_and_then_reads(made):
-    """Reports on Flash-Base differ about these; the header of the weight decides."""
-    name = "layers.2.attn.compressor.wkv"
-    codes = torch.randn(made.stored[f"{name}.weight"].shape).to(torch.float8_e4m3fn)
-    stored = made.stored | {f"{name}.weight": codes}
-    assert "quantised weights without a scale (1)" in fault(rewrite(made, stored))
-    scale = torch.full((1, 2), 2.0)
-    checkpoint = open_checkpoint(rewrite(made, stored | {f"{name}.scale": scale})).check()
-    read = dict(checkpoint.tensors(dtype=torch.float32, layers=[2]))
-    assert torch.equal(read["layers.2.self_attn.compressor.kv_proj.weight"], 2 * codes.float())
-
-
-def test_experts_of_mixed_formats(made):
-    stored = without(made.stored, "layers.1.ffn.experts.0.w2.scale")
-    stored["layers.1.ffn.experts.0.w2.weight"] = torch.ones(160, 96, dtype=torch.bfloat16)
-    text = fault(rewrite(made, stored))
-    assert "experts of one block in different formats (1):\n    layers.1.mlp.experts.down_proj: BF16, I8" in text
-
-
-def test_a_stacked_grid_that_can_be_read_in_two_ways(tmp_path):
-    recipe = Recipe(scheme="transformers", experts="FP8")
-    make_checkpoint(tmp_path, config_for(recipe, moe_intermediate_size=96), recipe)
-    assert "stacked gate and up whose halves are no whole blocks" in fault(tmp_path)
-
-
-# config.json against the headers.
-
-
-@pytest.mark.parametrize(
-    ("experts", "declared", "is_fine"),
-    [
-        ("FP4", "fp4", True),
-        ("FP4", "absent", True),
-        ("FP4", "fp8", False),
-        ("FP8", "fp8", True),
-        ("FP8", "absent", True),
-        ("FP8", "fp4", False),
-        ("BF16", "fp4", True),
-        ("BF16", "fp8", True),
-        ("BF16", "absent", True),
-    ],
-)
-def test_expert_dtype_against_the_headers(tmp_path, experts, declared, is_fine):
-    recipe = Recipe(experts=experts, linears="BF16" if experts == "BF16" else "FP8")
-    made = make_checkpoint(tmp_path, config_for(recipe), recipe)
-    edit_config(tmp_path, expert_dtype=declared)
-    if not is_fine:
-        assert f"expert_dtype is '{declared}', but the experts of 4 blocks are stored as" in fault(tmp_path)
-        return
-    read = dict(open_checkpoint(tmp_path).check().tensors(dtype=torch.float32))
-    name = "layers.1.mlp.experts.down_proj"
-    assert torch.equal(read[name].double(), made.expected[name])
-
-
-def test_another_block_size_is_refused(made):
-    config = json.loads((made.folder / "config.json").read_text())
-    quantisation = config["quantization_config"] | {"weight_block_size": [32, 32]}
-    edit_config(made.folder, quantization_config=quantisation)
-    assert "weight_block_size is [32, 32], read are 128 x 128" in fault(made.folder)
-
-
-def test_another_fp8_format_is_refused(made):
-    config = json.loads((made.folder / "config.json").read_text())
-    edit_config(made.folder, quantization_config=config["quantization_config"] | {"fmt": "e5m2"})
-    assert "fmt is 'e5m2'" in fault(made.folder)
-
-
-def test_config_with_another_number_of_experts_or_layers(made):
-    edit_config(made.folder, n_routed_experts=4)
-    text = fault(made.folder)
-    assert "layers.0.ffn.experts.3.w1.weight" in text
-    assert "wrong shape" in text
+    assert "layers.0.mlp.router.e_score_correction_bias" not in dict(
+        checkpoint.tensors(dtype=torch.float32)
+    )
 
 
 # Damage that only the data show.
@@ -465,7 +267,9 @@ def test_scales_that_are_not_finite(tmp_path, value):
     name = "layers.2.attn.wkv.scale"
     scale = made.stored[name].clone()
     scale[0, 0] = value
-    assert f"{name}: a scale is not finite" in data_fault(rewrite(made, made.stored | {name: scale}))
+    assert f"{name}: a scale is not finite" in data_fault(
+        rewrite(made, made.stored | {name: scale})
+    )
 
 
 @pytest.mark.parametrize("bad", [-1, 3, 2**40])
@@ -484,16 +288,30 @@ def test_values_beyond_the_dtype(made):
     assert "has values beyond 3.403e+38" in data_fault(rewrite(made, made.stored | {name: scale}))
 
 
+def test_float16_holds_them_or_says_so(tmp_path):
+    recipe = Recipe(linears="BF16", experts="BF16", num_shards=1)
+    made = make_checkpoint(tmp_path / "made", config_for(recipe), recipe)
+    read = dict(open_checkpoint(made.folder).tensors(dtype=torch.float16))
+    assert torch.equal(read["lm_head.weight"], made.expected["lm_head.weight"].half())
+    large = made.stored["head.weight"].clone()
+    large[0, 0] = 70000.0
+    folder = rewrite(made, made.stored | {"head.weight": large}, 1)
+    with pytest.raises(CheckpointError, match=r"head\.weight has values beyond 6\.55e"):
+        list(open_checkpoint(folder).tensors(dtype=torch.float16))
+
+
 def test_smallest_scales_are_not_lost(made):
     name = "layers.1.ffn.experts.0.w1.scale"
     scale = torch.zeros_like(made.stored[name].view(torch.uint8)).view(E8M0)
-    read = dict(open_checkpoint(rewrite(made, made.stored | {name: scale})).tensors(dtype=torch.bfloat16))
+    read = dict(
+        open_checkpoint(rewrite(made, made.stored | {name: scale})).tensors(dtype=torch.bfloat16)
+    )
     gate = read["layers.1.mlp.experts.gate_up_proj"][0, :96]
     assert gate.abs().max().item() == 6 * 2.0**-127
 
 
 def test_a_dtype_that_is_no_floating_one(made):
-    with pytest.raises(ValueError, match="dtype is torch.int8"):
+    with pytest.raises(ValueError, match=r"dtype is torch\.int8"):
         next(open_checkpoint(made.folder).tensors(dtype=torch.int8))
 
 
@@ -509,7 +327,12 @@ def anonymous_bytes():
 @pytest.mark.parametrize("native", [True, False])
 def test_memory_while_reading(tmp_path, native):
     recipe = Recipe(num_shards=4)
-    sizes = {"hidden_size": 512, "moe_intermediate_size": 512, "n_routed_experts": 24, "vocab_size": 4096}
+    sizes = {
+        "hidden_size": 512,
+        "moe_intermediate_size": 512,
+        "n_routed_experts": 24,
+        "vocab_size": 4096,
+    }
     made = make_checkpoint(tmp_path, config_for(recipe, num_hidden_layers=3, **sizes), recipe)
     largest = max(tensor.nbytes for tensor in made.stored.values())
     del made
@@ -518,7 +341,9 @@ def test_memory_while_reading(tmp_path, native):
     before = peaks[0]
     model = {}
     for name, tensor in checkpoint.tensors(
-        dtype=torch.bfloat16, native=native, progress=lambda done, total: peaks.append(anonymous_bytes())
+        dtype=torch.bfloat16,
+        native=native,
+        progress=lambda done, total: peaks.append(anonymous_bytes()),
     ):
         model[name] = tensor
     needed = sum(tensor.nbytes for tensor in model.values())
@@ -531,22 +356,3 @@ def test_files_are_untouched(made):
     before = {file.name: file.read_bytes() for file in made.folder.iterdir()}
     list(open_checkpoint(made.folder).check().tensors(dtype=torch.float32))
     assert before == {file.name: file.read_bytes() for file in made.folder.iterdir()}
-
-
-def test_a_file_renamed_in_the_index_only(made):
-    index = json.loads((made.folder / INDEX_NAME).read_text())
-    moved = next(iter(index["weight_map"]))
-    file = made.folder / index["weight_map"][moved]
-    tensors = without(load_file(file), moved)
-    save_file(tensors, file)
-    assert f"in the index, but not in the shard it names (1):\n    {moved}" in fault(made.folder)
-
-
-def test_configs_agree(made):
-    checkpoint = open_checkpoint(made.folder)
-    assert checkpoint.config == dataclasses.replace(
-        config_for(Recipe()),
-        torch_dtype=torch.bfloat16,
-        expert_dtype="fp4",
-        quantization_config=checkpoint.config.quantization_config,
-    )

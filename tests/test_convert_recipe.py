@@ -72,7 +72,9 @@ def test_to_the_official_formats(tmp_path, recipe):
     folder = convert_checkpoint(made.folder, tmp_path / "new", to="official")
     checkpoint = open_checkpoint(folder).check()
     kept = open_checkpoint(made.folder).formats
-    assert checkpoint.formats["layers.1.mlp.experts"] == ("fp8" if recipe.experts == "FP8" else "fp4")
+    assert checkpoint.formats["layers.1.mlp.experts"] == (
+        "fp8" if recipe.experts == "FP8" else "fp4"
+    )
     assert checkpoint.formats["layers.1.self_attn.o_a_proj"] == "fp8"
     expected, read = values(made.folder, torch.float32), values(folder, torch.float32)
     for name, tensor in expected.items():
@@ -116,5 +118,36 @@ def test_unknown_targets(tmp_path):
 def test_progress(tmp_path):
     made = make_checkpoint(tmp_path / "made", CONFIG, Recipe())
     calls = []
-    convert_checkpoint(made.folder, tmp_path / "new", progress=lambda done, total: calls.append((done, total)))
+    convert_checkpoint(
+        made.folder, tmp_path / "new", progress=lambda done, total: calls.append((done, total))
+    )
     assert calls[-1][0] == calls[-1][1] == sum(tensor.nbytes for tensor in made.stored.values())
+
+
+def anonymous_bytes():
+    with open("/proc/self/status") as status:
+        line = next(line for line in status if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.parametrize("to", ["bf16", "official", "hybrid"])
+def test_memory_while_converting(tmp_path, to):
+    config = Dsv4Config.tiny(
+        num_hidden_layers=3,
+        **{"hidden_size": 512, "moe_intermediate_size": 512, "n_routed_experts": 24},
+    )
+    recipe = Recipe(experts="BF16" if to == "official" else "FP4", num_shards=4)
+    folder = make_checkpoint(tmp_path / "made", config, recipe).folder
+    before = anonymous_bytes()
+    peaks = []
+    convert_checkpoint(
+        folder,
+        tmp_path / "new",
+        to=to,
+        max_shard_bytes=4_000_000,
+        progress=lambda done, total: peaks.append(anonymous_bytes()),
+    )
+    written = sum(file.stat().st_size for file in (tmp_path / "new").glob("*.safetensors"))
+    assert written > 20_000_000
+    # A shard, and 10 MB for one tensor on its way and what Python and torch allocate.
+    assert max(peaks) - before <= 14_000_000

@@ -1,6 +1,8 @@
-"""transformers as the other side: we read what it writes, it reads what we write, and the logits are the same."""
+"""transformers as the other side: we read what it writes, it reads what we write, and the logits
+are the same."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,15 +13,24 @@ from dsv4.convert import names, open_checkpoint, write_checkpoint
 from dsv4.convert.names import Place
 from dsv4.testing_checkpoints import Recipe, make_checkpoint
 
+GOLDEN = Path(__file__).parent / "golden"
 SIZES = {"num_hidden_layers": 4, "mlp_layer_types": (HASH_MOE, MOE, HASH_MOE, MOE)}
 # transformers reads quantised matrices rightly only if their blocks are whole or there is one.
-WHOLE = {"hidden_size": 128, "moe_intermediate_size": 128, "q_lora_rank": 128, "head_dim": 64, "o_lora_rank": 64}
+WHOLE = {
+    "hidden_size": 128,
+    "moe_intermediate_size": 128,
+    "q_lora_rank": 128,
+    "head_dim": 64,
+    "o_lora_rank": 64,
+}
 
 
 @pytest.fixture(autouse=True)
 def _quantised_files_on_a_cpu(monkeypatch):
     """transformers asks for accelerate before it decodes FP8, and does not use it for that."""
-    monkeypatch.setattr("transformers.quantizers.quantizer_finegrained_fp8.is_accelerate_available", lambda: True)
+    monkeypatch.setattr(
+        "transformers.quantizers.quantizer_finegrained_fp8.is_accelerate_available", lambda: True
+    )
 
 
 def random_hf(tmp_path, dtype=torch.float32, **overrides):
@@ -32,7 +43,9 @@ def random_hf(tmp_path, dtype=torch.float32, **overrides):
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if name.endswith("tid2eid"):
-                tensor.copy_(torch.stack([torch.randperm(config.n_routed_experts)[:2] for _ in tensor]))
+                tensor.copy_(
+                    torch.stack([torch.randperm(config.n_routed_experts)[:2] for _ in tensor])
+                )
             elif "norm.weight" in name:
                 tensor.normal_(1.0, 0.2)
             else:
@@ -42,7 +55,10 @@ def random_hf(tmp_path, dtype=torch.float32, **overrides):
 
 def ours(hf_model):
     """Its tensors by our names."""
-    return {names.to_place("transformers", name).name: tensor for name, tensor in hf_model.state_dict().items()}
+    return {
+        names.to_place("transformers", name).name: tensor
+        for name, tensor in hf_model.state_dict().items()
+    }
 
 
 def assert_same(read, expected):
@@ -69,7 +85,9 @@ def some_ids(length=20):
 @pytest.mark.parametrize("shard_size", ["5GB", "60KB"])
 def test_we_read_what_it_writes(tmp_path, original, dtype, shard_size):
     model = random_hf(tmp_path, dtype)
-    model.save_pretrained(tmp_path / "saved", save_original_format=original, max_shard_size=shard_size)
+    model.save_pretrained(
+        tmp_path / "saved", save_original_format=original, max_shard_size=shard_size
+    )
     checkpoint = open_checkpoint(tmp_path / "saved").check()
     assert checkpoint.scheme == ("hybrid" if original else "transformers")
     assert (len(checkpoint.shards) > 2) == (shard_size == "60KB")
@@ -78,7 +96,12 @@ def test_we_read_what_it_writes(tmp_path, original, dtype, shard_size):
 
 
 def test_fourteen_layers(tmp_path):
-    model = random_hf(tmp_path, num_hidden_layers=14, mlp_layer_types=(HASH_MOE,) * 2 + (MOE,) * 12, n_routed_experts=11)
+    model = random_hf(
+        tmp_path,
+        num_hidden_layers=14,
+        mlp_layer_types=(HASH_MOE,) * 2 + (MOE,) * 12,
+        n_routed_experts=11,
+    )
     model.save_pretrained(tmp_path / "saved", max_shard_size="400KB")
     checkpoint = open_checkpoint(tmp_path / "saved").check()
     assert_same(dict(checkpoint.tensors(dtype=torch.float32)), ours(model))
@@ -91,7 +114,9 @@ def test_it_reads_what_we_write(tmp_path, form, dtype):
     ids = some_ids()
     config = Dsv4Config.from_hf(model.config.to_dict(), strict=False)
     write_checkpoint(ours(model), config, tmp_path / "written", format=form)
-    assert_same(dict(open_checkpoint(tmp_path / "written").check().tensors(dtype=dtype)), ours(model))
+    assert_same(
+        dict(open_checkpoint(tmp_path / "written").check().tensors(dtype=dtype)), ours(model)
+    )
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "written", dtype=dtype).eval()
     assert_same(ours(again), ours(model))
     assert torch.equal(logits(again, ids), logits(model, ids))
@@ -100,7 +125,11 @@ def test_it_reads_what_we_write(tmp_path, form, dtype):
 
 
 @pytest.mark.parametrize("form", ["official", "transformers"])
-@pytest.mark.parametrize("recipe", [Recipe(), Recipe(experts="FP8"), Recipe(experts="BF16"), Recipe(scales="F32")], ids=str)
+@pytest.mark.parametrize(
+    "recipe",
+    [Recipe(), Recipe(experts="FP8"), Recipe(experts="BF16"), Recipe(scales="F32")],
+    ids=str,
+)
 def test_decoded_values_are_the_same(tmp_path, form, recipe):
     """Quantised files: as we read them, as it reads them, and again after we wrote them."""
     make_checkpoint(tmp_path / "made", Dsv4Config.tiny(**(SIZES | WHOLE)), recipe)
@@ -113,7 +142,9 @@ def test_decoded_values_are_the_same(tmp_path, form, recipe):
         for folder in ("made", "written"):
             model = AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype=dtype)
             assert_same(ours(model), values)
-            assert_same(dict(open_checkpoint(tmp_path / folder).check().tensors(dtype=dtype)), values)
+            assert_same(
+                dict(open_checkpoint(tmp_path / folder).check().tensors(dtype=dtype)), values
+            )
 
 
 @pytest.mark.parametrize("form", ["official", "transformers"])
@@ -145,3 +176,14 @@ def test_quantised_models_that_it_keeps_quantised(tmp_path, monkeypatch, origina
         assert torch.equal(tensor.double(), made.expected[name].double()), name
     place = Place("layers.0.self_attn.q_a_proj.weight_scale_inv")
     assert names.from_place(checkpoint.scheme, place) in checkpoint.shards[0].tensors
+
+
+@pytest.mark.parametrize(
+    "name", ["a1_exact", "a2_exact_hca8", "a3_exact_clamp", "b1_fp8_fp4", "b2_fp8_only"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_golden_checkpoints(name, dtype):
+    """Files that neither of the two wrote: both read the same bits from them."""
+    model = AutoModelForCausalLM.from_pretrained(GOLDEN / name, dtype=dtype)
+    checkpoint = open_checkpoint(GOLDEN / name).check()
+    assert_same(dict(checkpoint.tensors(dtype=dtype)), ours(model))

@@ -1,5 +1,6 @@
 """Generation: the tokens of a full forward at every step, hooks in every step, rows that end."""
 
+import random
 from collections import Counter
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def demo():
 
 @pytest.fixture
 def written(model):
-    """A model whose tokens are UTF-8 bytes, and a way to make it say a text (several: row by row)."""
+    """A model whose tokens are UTF-8 bytes, and a way to make its rows say texts."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -69,10 +70,8 @@ def by_full_forwards(model, ids, count, **run):
 # The tokens.
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_greedy_is_the_best_of_a_full_forward_at_every_step(seed):
-    import random
-
     config = random_config(random.Random(seed), sliding_window=5)
     model = Dsv4.from_config(config, seed=seed)
     prompt = random_ids(config, 2, 3 + 4 * seed, seed=seed)
@@ -512,9 +511,9 @@ def test_stop_strings_across_token_borders(written, stop):
     assert (ids[0, 2 + end :] == 255).all()
 
 
-@pytest.mark.parametrize("wrong", ["", ["a", ""], [3], 5])
+@pytest.mark.parametrize("wrong", ["", ["a", ""], [3], 5, None])
 def test_stop_is_checked(demo, wrong):
-    with pytest.raises((ValueError, TypeError), match="stop|iterable"):
+    with pytest.raises(ValueError, match="stop="):
         demo.generate("tom", 2, stop=wrong)
 
 
@@ -617,13 +616,13 @@ def test_a_default_device_does_not_reach_it(model, ids):
 
 
 def test_nnsight_sees_every_step(model, ids):
-    from nnsight import NNsight
+    import nnsight
 
     row = ids[:1]
     expected = model.generate(row, 3, eos_token_id=None, names="layers.1.layer_output")
-    watched = NNsight(model)
+    watched = nnsight.NNsight(model)
     with watched.trace(row, fn=model.generate, max_new_tokens=3, eos_token_id=None) as tracer:
-        outputs = list().save()
+        outputs = nnsight.save([])
         for _ in tracer.iter[:3]:
             outputs.append(watched.layers[1].layer_output.output.clone())
         result = tracer.result.save()

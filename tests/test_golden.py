@@ -1,4 +1,6 @@
-"""Results of DeepSeek's own inference code (tests/golden/README.md): logits, and every value that the files hold."""
+"""Results of DeepSeek's own inference code (tests/golden/README.md): logits, and every value that
+the files hold.
+"""
 
 from pathlib import Path
 
@@ -74,7 +76,11 @@ class Case:
         return value if per_entry else value[:, self.positions]
 
 
-@pytest.fixture(scope="module", params=[(folder, "native") for folder in CASES] + [("b1_fp8_fp4", "dequantized")], ids="-".join)
+@pytest.fixture(
+    scope="module",
+    params=[(folder, "native") for folder in CASES] + [("b1_fp8_fp4", "dequantized")],
+    ids="-".join,
+)
 def case(request) -> Case:
     folder, weights = request.param
     stored = folder.startswith("b")
@@ -84,7 +90,9 @@ def case(request) -> Case:
 def test_logits(case: Case):
     expected = case.expected.get("logits")
     if expected is None:
-        expected = torch.cat((case.expected["prefill.logits"], case.expected["decode.logits"]), dim=1)
+        expected = torch.cat(
+            (case.expected["prefill.logits"], case.expected["decode.logits"]), dim=1
+        )
     assert_close(case.plain, expected, "golden logits", "logits")
     assert_close(case.logits, expected, "golden logits", "logits of the watched run")
 
@@ -107,11 +115,18 @@ def test_every_kind_of_value_is_met():
 
 def test_routing(case: Case):
     for block, indices in case.official("router_idx").items():
-        ours, weights = (case.ours(f"mlp.{name}", block) for name in ("expert_indices", "expert_weights"))
+        ours, weights = (
+            case.ours(f"mlp.{name}", block) for name in ("expert_indices", "expert_weights")
+        )
         order, expected_order = ours.argsort(-1), indices.argsort(-1)
         assert torch.equal(ours.gather(-1, order), indices.long().gather(-1, expected_order))
         expected = case.official("router_w")[block].gather(-1, expected_order)
-        assert_close(weights.gather(-1, order), expected, "golden weights", f"layers.{block}.mlp.expert_weights")
+        assert_close(
+            weights.gather(-1, order),
+            expected,
+            "golden weights",
+            f"layers.{block}.mlp.expert_weights",
+        )
 
 
 def test_selection(case: Case):
@@ -130,7 +145,15 @@ def unit() -> dict[str, Tensor]:
 
 ROPES = {
     "full_main": (64, {"rope_type": "default", "rope_theta": 10000.0}),
-    "full_compress": (64, {"rope_type": "yarn", "rope_theta": 160000.0, "factor": 16, "original_max_position_embeddings": 65536}),
+    "full_compress": (
+        64,
+        {
+            "rope_type": "yarn",
+            "rope_theta": 160000.0,
+            "factor": 16,
+            "original_max_position_embeddings": 65536,
+        },
+    ),
     "a1_compress": (16, None),
     "a2_compress": (16, None),
 }
@@ -142,17 +165,23 @@ def test_rotary_tables(unit, table: str):
     if rope is None:
         folder = next(name for name in CASES if name.startswith(table[:2]))
         rope = Dsv4.from_pretrained(GOLDEN / folder).config.rope_parameters["compress"]
-    cos, sin = Rotary(width, {"beta_fast": 32, "beta_slow": 1} | dict(rope))(unit["rope.positions"].long())
+    cos, sin = Rotary(width, {"beta_fast": 32, "beta_slow": 1} | dict(rope))(
+        unit["rope.positions"].long()
+    )
     assert_close(cos, unit[f"rope.{table}.cos"], "golden rotary", "cos")
     assert_close(sin, unit[f"rope.{table}.sin"], "golden rotary", "sin")
 
 
-@pytest.mark.parametrize(("name", "eps", "iters"), [("hc", 1e-6, 20), ("hc_eps1e-2", 1e-2, 20), ("hc_iters3", 1e-6, 3)])
+@pytest.mark.parametrize(
+    ("name", "eps", "iters"), [("hc", 1e-6, 20), ("hc_eps1e-2", 1e-2, 20), ("hc_iters3", 1e-6, 3)]
+)
 def test_hyper_connection_weights(unit, name: str, eps: float, iters: int):
     logits, scale, base, n = unit["hc.mixes"], unit["hc.scale"], unit["hc.base"], 4
     pre = read_weights(logits[..., :n], scale[0], base[:n], eps)
     post = write_weights(logits[..., n : 2 * n], scale[1], base[n : 2 * n])
-    comb = sinkhorn_rounds(mixing_start(logits[..., 2 * n :], scale[2], base[2 * n :], eps, n), iters, eps)[..., -1, :, :]
+    comb = sinkhorn_rounds(
+        mixing_start(logits[..., 2 * n :], scale[2], base[2 * n :], eps, n), iters, eps
+    )[..., -1, :, :]
     for part, value in (("pre", pre), ("post", post), ("comb", comb)):
         assert_close(value, unit[f"{name}.{part}"], "golden weights", part)
 
@@ -160,16 +189,26 @@ def test_hyper_connection_weights(unit, name: str, eps: float, iters: int):
 @pytest.mark.parametrize("attend", [sparse_attention, sparse_attention_reference])
 @pytest.mark.parametrize("kept", [100, 12])
 def test_sparse_attention(unit, attend, kept: int):
-    """The official kernel over listed keys: ours sees them as entries, all of them closed, and no token."""
+    """The official kernel over listed keys: ours sees them as entries, all of them closed, and no
+    token.
+    """
     queries, keys, chosen = unit["attn.q"].float(), unit["attn.kv"].float(), unit["attn.idx"].long()
     b, s, _, width = queries.shape
     assert bool((chosen < 0).any())
     tokens = torch.full((b, s, width), 7.0)
     reach = Reach(1, torch.full((b, s), 10_000), torch.full((b, s), -1), 0, 1)
     if kept < chosen.shape[-1]:
-        # Few of many: the way that gathers. The definition over the same list is then what it has to agree with.
+        # Few of many: the way that gathers; it has to agree with the definition over the list.
         chosen = chosen[..., :kept]
-        expected = sparse_attention_reference(queries.double(), tokens.double(), keys.double(), unit["attn.sink"], reach, chosen, width**-0.5)
+        expected = sparse_attention_reference(
+            queries.double(),
+            tokens.double(),
+            keys.double(),
+            unit["attn.sink"],
+            reach,
+            chosen,
+            width**-0.5,
+        )
     else:
         expected = unit["attn.out_fp32"]
     ours = attend(queries, tokens, keys, unit["attn.sink"], reach, chosen, width**-0.5)

@@ -2,8 +2,10 @@
 
 import copy
 import functools
+import pickle
 import threading
 import warnings
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -63,7 +65,7 @@ def in_place(write):
 # At every point.
 
 
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", [None, 0, 4, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2, 3, 5))])
 def test_writing_in_place_is_returning(layer):
     """At every point, with and without autograd, in inference mode, and through .data, which leaves no trace in the version."""
     modes = [torch.no_grad, torch.enable_grad, torch.inference_mode]
@@ -79,8 +81,9 @@ def test_writing_in_place_is_returning(layer):
 
         with modes[i % 3]():
             returned = run([(name, changed)])
+        with modes[(i + 1) % 3]():
             assert torch.equal(run([(name, written)]), returned), name
-        with modes[(i + 1) % 2]():
+        with torch.no_grad():
             assert torch.equal(run([(name, through_data)]), returned), name
 
 
@@ -304,6 +307,85 @@ def test_one_head_at_some_positions():
     # Two groups of two heads: head 2 enters the second.
     assert not moved[:, :, 0].any()
     assert moved[0, [3, 7, 18], 1].all()
+
+
+# What is written where a choice is made, or where there is nothing.
+
+SELECTION = "layers.1.self_attn.compressor.indexer.indexer_selection"
+SCORES = "layers.1.self_attn.compressor.indexer.indexer_scores"
+
+
+def test_a_written_selection_is_a_set():
+    with torch.no_grad():
+        expected, cache = MODEL.run_with_cache(IDS, SELECTION, attention_mask=MASK)
+        chosen = cache[SELECTION]
+
+        def written(selection):
+            return run([(SELECTION, lambda v, hook: selection)])
+
+        assert torch.equal(written(chosen.flip(-1)), expected)
+        assert torch.equal(written(chosen.int()), expected)
+        first = torch.stack((chosen[..., 0], torch.full_like(chosen[..., 0], -1)), dim=-1)
+        only_first = written(first)
+        assert torch.equal(written(first.flip(-1)), only_first)
+        assert torch.equal(written(chosen[..., :1].expand(-1, -1, 2)), only_first)
+        assert not torch.equal(only_first, expected)
+        none = written(torch.full_like(chosen, -1))
+        # A query without entries sees the window alone.
+        with MODEL.hooks([(SELECTION, lambda v, hook: torch.full_like(v, -1))]):
+            _, cache = MODEL.run_with_cache(IDS, "layers.1.self_attn.attention_probabilities", attention_mask=MASK)
+        assert cache["attention_probabilities", 1][..., 19:].abs().max() == 0
+        assert torch.equal(none, run([(SCORES, lambda v, hook: v - float("inf"))]))
+        for entry, said in ((4, "numbered from 0"), (-2, r"\[0, 3, 0\] = -2"), (3, r"\[0, 3, 0\] = 3: that query may keep 1 of 4 entries")):
+            wrong = chosen.clone()
+            wrong[0, 3, 0] = entry
+            with pytest.raises(ValueError, match=said):
+                written(wrong)
+        with pytest.raises(ValueError, match="returned shape"):
+            written(chosen[..., :1])
+        # What stands at padding says nothing.
+        at_padding = chosen.masked_fill(~REAL.unsqueeze(-1), 99)
+        assert torch.equal(written(at_padding)[REAL], expected[REAL])
+
+
+def test_written_index_scores():
+    with torch.no_grad():
+        _, cache = MODEL.run_with_cache(IDS, [SCORES, SELECTION], attention_mask=MASK)
+        scores = cache[SCORES]
+        # The causal rule is applied again behind the point.
+        open_all = run([(SCORES, lambda v, hook: v.masked_fill(v.isinf(), 1e9))])
+        assert torch.equal(open_all, run())
+        # Equal scores go to the lowest entry, -0.0 with 0.0.
+        for tie in (torch.zeros_like(scores), -torch.zeros_like(scores)):
+            with MODEL.hooks([(SCORES, lambda v, hook, tie=tie: tie)]):
+                _, cache = MODEL.run_with_cache(IDS, SELECTION)
+            assert cache[SELECTION][0, -1].tolist() == [0, 1]
+
+        def not_a_number(value, hook):
+            value[0, -1, 0] = float("nan")
+
+        with pytest.raises(ValueError, match=f"{SCORES} holds NaN"):
+            run([(SCORES, not_a_number)])
+
+        def infinite(value, hook):
+            value[0, -1, 2] = float("inf")
+
+        with MODEL.hooks([(SCORES, infinite)]):
+            _, cache = MODEL.run_with_cache(IDS, SELECTION)
+        assert cache[SELECTION][0, -1, 0] == 2
+
+
+@pytest.mark.parametrize("name", ["compressed_entries", "compressor_gates"])
+def test_edits_where_a_row_closes_no_entry_are_ignored(name):
+    """The second row closes one entry fewer; what is written there reaches nothing, whatever it is."""
+    for layer in (1, 2):
+
+        def spoil(value, hook):
+            value[1, -1] = float("nan")
+
+        with torch.no_grad():
+            logits = run([(f"layers.{layer}.self_attn.compressor.{name}", spoil)])
+            assert torch.equal(logits, run())
 
 
 # What may be returned.
@@ -806,8 +888,22 @@ def test_more_reasons_why_a_hook_did_not_fire():
     with warned("input_ids never fired in this run: the call was given no input_ids"), MODEL.hooks([("input_ids", nothing)]):
         MODEL(streams, start_at_layer=3)
     for mode in (torch.no_grad, torch.inference_mode):
-        with mode(), warned(f"the gradient hook at {OUTPUT} never fired in this run: no gradient is recorded"):
+        with mode(), warned(f"the gradient hook at {OUTPUT} never fired in this run: no gradient was recorded"):
             run(bwd_hooks=[(OUTPUT, nothing)])
+
+
+def test_a_hook_added_behind_the_run():
+    def add(value, hook):
+        handles.append(MODEL.add_hook("layers.0.layer_input", nothing))
+        handles.append(MODEL.add_hook("layers.5.layer_input", nothing))
+
+    handles = []
+    with pytest.warns(UserWarning, match="the hook at layers.0.layer_input never fired .* added when the run had passed") as caught:
+        run([("layers.2.layer_mid", add)])
+    assert len(caught) == 1
+    assert [handle.fired for handle in handles] == [0, 1]
+    for handle in handles:
+        handle.remove()
 
 
 def test_hooks_that_fired_do_not_warn():
@@ -895,6 +991,31 @@ def test_torch_hooks_on_points_act_like_ours(plain):
         assert len(seen) == 1
         handle.remove()
     MODEL.zero_grad()
+
+
+def test_torch_hooks_come_and_go_in_any_way(plain):
+    """Copied with the model, cleared, or their dictionary replaced."""
+    zero = [("layers.4.self_attn.attention_output", torch.zeros_like)]
+    model, point = copy.deepcopy(MODEL), "layers.4.self_attn.attention_output"
+    with torch.no_grad():
+        expected = run(zero)
+        model.get_submodule(point).register_forward_hook(zero_output)
+        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(copied(IDS, attention_mask=MASK), expected)
+            copied.get_submodule(point)._forward_hooks.clear()
+            assert torch.equal(copied(IDS, attention_mask=MASK), plain)
+            assert spelled(copied) == []
+        assert torch.equal(model(IDS, attention_mask=MASK), expected)
+        model.get_submodule(point)._forward_hooks = OrderedDict()
+        assert torch.equal(model(IDS, attention_mask=MASK), plain)
+        handle = model.get_submodule(point).register_forward_hook(zero_output)
+        assert torch.equal(model(IDS, attention_mask=MASK), expected)
+        handle.remove()
+        assert torch.equal(model(IDS, attention_mask=MASK), plain)
+
+
+def zero_output(module, args, out):
+    return torch.zeros_like(out)
 
 
 def test_sublayers_and_blocks_return_tensors():

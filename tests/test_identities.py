@@ -1,9 +1,13 @@
 """The ten identities of the values, on every kind of block, from what a run returns."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+import dsv4
+from dsv4 import Dsv4
 from dsv4.kernels.norm_rotary import rotate_back
 from dsv4.testing_probes import (
     CHOOSING,
@@ -393,6 +397,27 @@ def test_6_and_10_in_bfloat16(seed):
         assert results.dtype == torch.float32
         # One rounding of the output, and of the low-rank values it is made from.
         close(results.sum(2)[real], output.float()[real], 2**-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stored_codes_are_watched_like_dense_weights(dtype):
+    """FP8 and FP4 kept as stored: every value read, replaced by itself, and differentiated through."""
+    model = Dsv4.from_pretrained(Path(dsv4.__file__).parent / "demo_checkpoint", dtype=dtype)
+    assert any(p.dtype == torch.float8_e4m3fn for p in model.parameters())
+    ids, mask = padded_batch(model.vocab_size)
+    with torch.no_grad():
+        plain = model(ids, attention_mask=mask)
+        logits, cache = model.run_with_cache(ids, "**", attention_mask=mask)
+        close(logits[mask.bool()], plain[mask.bool()], 1e-5 if dtype == torch.float32 else 2e-2)
+        for name in writable(model)[::9]:
+            read, one = model.run_with_cache(ids, name, attention_mask=mask)
+            same = model.run_with_hooks(ids, [(name, lambda v, hook, one=one: one[hook.name])], attention_mask=mask)
+            assert torch.equal(same, read), name
+    assert {n: v.numel() * v.element_size() for n, v in cache.items()} | {"total": 0} == model.estimate("**", 2, 19) | {"total": 0}
+    names = [n for n in writable(model) if model.hook_dict[n].dtype != "i" and not n.endswith(CHOOSING)]
+    logits, cache = model.run_with_cache(ids, names, attention_mask=mask, detach=False)
+    grads = torch.autograd.grad(logits[mask.bool()].sum(), [cache[n] for n in names])
+    assert all(grad.isfinite().all() for grad in grads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -1,11 +1,18 @@
-"""Indexer scores against loops, in chunks and whole; which entries are closed; the selection and its ties."""
+"""Indexer scores against loops, in chunks and whole; which entries are closed; the selection and
+its ties.
+"""
 
 import pytest
 import torch
 
 import dsv4.kernels.index_scores as op
-from dsv4.kernels.index_scores import closed_entries, combine_heads, index_head_scores, select_by_index, select_entries
-from dsv4.testing import assert_close
+from dsv4.kernels.index_scores import (
+    closed_entries,
+    combine_heads,
+    index_head_scores,
+    select_by_index,
+    select_entries,
+)
 
 
 def index_scores(queries, keys, weights):
@@ -20,7 +27,9 @@ def arguments(b: int, s: int, heads: int, entries: int, width: int, dtype=torch.
     )
 
 
-@pytest.mark.parametrize(("s", "heads", "entries", "width"), [(1, 1, 1, 2), (3, 5, 7, 6), (4, 8, 1, 3), (2, 3, 0, 4)])
+@pytest.mark.parametrize(
+    ("s", "heads", "entries", "width"), [(1, 1, 1, 2), (3, 5, 7, 6), (4, 8, 1, 3), (2, 3, 0, 4)]
+)
 def test_against_single_numbers(s: int, heads: int, entries: int, width: int):
     queries, keys, weights = arguments(2, s, heads, entries, width)
     scores, head_scores = index_scores(queries, keys, weights), index_head_scores(queries, keys)
@@ -32,13 +41,19 @@ def test_against_single_numbers(s: int, heads: int, entries: int, width: int):
                 dots = [sum((queries[b, t, h] * keys[b, e]).tolist()) for h in range(heads)]
                 parts = [max(dot, 0.0) * width**-0.5 for dot in dots]
                 assert head_scores[b, t, :, e].tolist() == pytest.approx(parts, rel=1e-10)
-                expected = sum(w * part for w, part in zip(weights[b, t].tolist(), parts, strict=True))
+                expected = sum(
+                    w * part for w, part in zip(weights[b, t].tolist(), parts, strict=True)
+                )
                 assert scores[b, t, e].item() == pytest.approx(expected, rel=1e-10, abs=1e-12)
 
 
 @pytest.mark.parametrize("chunk", [1, 100, 5000, 1 << 19])
-@pytest.mark.parametrize(("past", "start", "top_k"), [((0, 0), (0, 0), 3), ((9, 2), (0, 4), 5), ((0, 40), (3, 0), 60)])
-def test_the_selection_in_chunks_is_that_of_all_scores(monkeypatch, chunk: int, past, start, top_k: int):
+@pytest.mark.parametrize(
+    ("past", "start", "top_k"), [((0, 0), (0, 0), 3), ((9, 2), (0, 4), 5), ((0, 40), (3, 0), 60)]
+)
+def test_the_selection_in_chunks_is_that_of_all_scores(
+    monkeypatch, chunk: int, past, start, top_k: int
+):
     s, rate = 37, 4
     positions = torch.stack([torch.arange(s) - a + p for p, a in zip(past, start, strict=True)])
     for row, (p, a) in enumerate(zip(past, start, strict=True)):
@@ -46,7 +61,9 @@ def test_the_selection_in_chunks_is_that_of_all_scores(monkeypatch, chunk: int, 
         assert p >= 0
     entries = (int(positions.max()) + 1) // rate
     queries, keys, weights = arguments(2, s, 8, entries, 6)
-    scores = index_scores(queries, keys, weights).masked_fill(~closed_entries(positions, rate, entries), -torch.inf)
+    scores = index_scores(queries, keys, weights).masked_fill(
+        ~closed_entries(positions, rate, entries), -torch.inf
+    )
     monkeypatch.setattr(op, "CHUNK", chunk)
     lead = max(p - a for p, a in zip(past, start, strict=True))
     found = select_by_index(queries, keys, weights, positions, rate, top_k, lead)
@@ -75,7 +92,9 @@ def test_an_entry_is_seen_from_its_last_token_on(rate: int):
 
 def test_selection_takes_the_best_then_the_lowest_and_fills_with_minus_one():
     inf = torch.inf
-    scores = torch.tensor([[[0.5, 2.0, -1.0, 2.0], [0.0, -0.0, 0.0, -inf], [-inf, -3.0, -inf, -inf], [-inf] * 4]])
+    scores = torch.tensor(
+        [[[0.5, 2.0, -1.0, 2.0], [0.0, -0.0, 0.0, -inf], [-inf, -3.0, -inf, -inf], [-inf] * 4]]
+    )
     assert select_entries(scores, 3).tolist() == [[[1, 3, 0], [0, 1, 2], [1, -1, -1], [-1, -1, -1]]]
     assert select_entries(scores, 9).shape == (1, 4, 4)
     assert select_entries(scores[..., :0], 3).shape == (1, 4, 0)
@@ -84,7 +103,9 @@ def test_selection_takes_the_best_then_the_lowest_and_fills_with_minus_one():
 @pytest.mark.parametrize("entries", [6, 33, 130])
 @pytest.mark.parametrize("heads", [1, 2, 8, 19])
 def test_entries_that_no_head_reaches_tie_at_zero(entries: int, heads: int):
-    """ReLU zeros times weights of both signs are 0.0 and -0.0: one number, wherever in the product it stands."""
+    """ReLU zeros times weights of both signs are 0.0 and -0.0: one number, wherever in the product
+    it stands.
+    """
     queries, keys = torch.rand(1, 5, heads, 24), -torch.rand(1, entries, 24)
     for sign in (torch.ones(heads), -torch.ones(heads), torch.randn(heads)):
         scores = index_scores(queries, keys, sign.expand(1, 5, heads))

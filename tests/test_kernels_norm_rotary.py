@@ -22,7 +22,10 @@ YARN = {
 @pytest.mark.parametrize("width", [1, 5, 64])
 @pytest.mark.parametrize("eps", [1e-6, 0.5])
 def test_rms_norm(width: int, eps: float):
-    x, weight = torch.randn(2, 3, width, dtype=torch.float64), torch.randn(width, dtype=torch.float64)
+    x, weight = (
+        torch.randn(2, 3, width, dtype=torch.float64),
+        torch.randn(width, dtype=torch.float64),
+    )
     for w in (weight, None):
         got = rms_norm(x, w, eps)
         for index in ((0, 0), (1, 2)):
@@ -56,7 +59,10 @@ def turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("width", "r"), [(2, 2), (16, 8), (13, 4), (8, 8), (64, 2)])
 def test_rotate(width: int, r: int):
-    x, angles = torch.randn(2, 5, 3, width, dtype=torch.float64), torch.randn(2, 5, 1, r // 2, dtype=torch.float64)
+    x, angles = (
+        torch.randn(2, 5, 3, width, dtype=torch.float64),
+        torch.randn(2, 5, 1, r // 2, dtype=torch.float64),
+    )
     got = rotate(x, angles.cos(), angles.sin())
     assert_close(got, turned(x, angles), "float64")
     assert torch.equal(got[..., : width - r], x[..., : width - r])
@@ -64,7 +70,9 @@ def test_rotate(width: int, r: int):
     assert_close(got.norm(dim=-1), x.norm(dim=-1), "float64")
 
 
-@pytest.mark.parametrize(("channel", "moved"), [(0, [0]), (7, [7]), (8, [8, 9]), (9, [8, 9]), (14, [14, 15])])
+@pytest.mark.parametrize(
+    ("channel", "moved"), [(0, [0]), (7, [7]), (8, [8, 9]), (9, [8, 9]), (14, [14, 15])]
+)
 def test_pairs_are_neighbours_at_the_end(channel: int, moved: list[int]):
     """Reported fault: half-split pairs, or the leading channels."""
     x = torch.zeros(16)
@@ -76,13 +84,19 @@ def test_pairs_are_neighbours_at_the_end(channel: int, moved: list[int]):
 def test_scores_depend_on_the_distance_alone():
     rotary = Rotary(8, YARN).double()
     q, k = torch.randn(16, dtype=torch.float64), torch.randn(16, dtype=torch.float64)
-    scores = [rotate(q, *rotary(torch.tensor(p + 5))) @ rotate(k, *rotary(torch.tensor(p))) for p in (0, 1, 77, 3000)]
+    scores = [
+        rotate(q, *rotary(torch.tensor(p + 5))) @ rotate(k, *rotary(torch.tensor(p)))
+        for p in (0, 1, 77, 3000)
+    ]
     assert_close(torch.stack(scores), scores[0].expand(4), "float64")
 
 
 def test_rotate_in_bfloat16_rounds_once():
     x, angles = torch.randn(4, 16).bfloat16(), torch.randn(4, 4)
-    assert torch.equal(rotate(x, angles.cos(), angles.sin()), rotate(x.float(), angles.cos(), angles.sin()).bfloat16())
+    assert torch.equal(
+        rotate(x, angles.cos(), angles.sin()),
+        rotate(x.float(), angles.cos(), angles.sin()).bfloat16(),
+    )
 
 
 # Tables.
@@ -97,9 +111,13 @@ def test_plain_frequencies(theta: float):
 @pytest.mark.parametrize("original", [16, 64, 4096, 65536])
 @pytest.mark.parametrize("factor", [2.0, 16.0])
 def test_yarn_frequencies(original: int, factor: float):
-    """High frequencies stay, low ones are divided by the factor, and the ramp between is linear in the channel."""
+    """High frequencies stay, low ones are divided by the factor, and the ramp between is linear in
+    the channel.
+    """
     width, theta = 64, 160000.0
-    got = frequencies(width, YARN | {"factor": factor, "original_max_position_embeddings": original}).tolist()
+    got = frequencies(
+        width, YARN | {"factor": factor, "original_max_position_embeddings": original}
+    ).tolist()
 
     def channel(turns: float) -> float:
         return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -115,7 +133,11 @@ def test_yarn_frequencies(original: int, factor: float):
 @pytest.mark.parametrize("position", [0, 7, 23, 3000, 1_000_000])
 def test_no_magnitude_of_yarn_but_the_configs(position: int):
     """Reported fault: cos and sin times 0.1 ln(16) + 1."""
-    for factor, rope in ((1.0, YARN), (1.0, YARN | {"attention_factor": None}), (1.3, YARN | {"attention_factor": 1.3})):
+    for factor, rope in (
+        (1.0, YARN),
+        (1.0, YARN | {"attention_factor": None}),
+        (1.3, YARN | {"attention_factor": 1.3}),
+    ):
         cos, sin = Rotary(16, rope)(torch.tensor(position))
         assert_close(cos.square() + sin.square(), torch.full((8,), factor**2), "float32 op")
 

@@ -1,4 +1,6 @@
-"""Ordered top-k against a slow reference, the router's score function at its ends, the accumulation dtype."""
+"""Ordered top-k against a slow reference, the router's score function at its ends, the
+accumulation dtype.
+"""
 
 import math
 
@@ -10,7 +12,8 @@ from hypothesis import strategies as st
 from dsv4.kernels.numeric import sqrt_softplus, topk_lowest, wide
 from dsv4.testing import assert_close
 
-# Few values, so that most rows hold ties: both zeros, both infinities, neighbours, a subnormal, the ends of float32.
+# Few values, so that most rows hold ties: both zeros, both infinities, neighbours, subnormals,
+# the ends of float32.
 TYING = [
     *(0.0, -0.0, 1.0, -1.0, 1.0 + 2**-23, 1.0 - 2**-24, 2.0, -2.0, 1e-45, -1e-45),
     *(3.4028234663852886e38, -3.4028234663852886e38, math.inf, -math.inf),
@@ -50,7 +53,9 @@ def test_topk_of_equal_scores_is_the_lowest(dtype, size: int):
 def test_topk_of_many_ties_in_long_rows(dtype):
     scores = torch.randint(-3, 3, (4, 7, 1500)).to(dtype) / 2
     _, indices = topk_lowest(scores, 200)
-    for row, ours in zip(scores.flatten(0, 1).tolist(), indices.flatten(0, 1).tolist(), strict=True):
+    for row, ours in zip(
+        scores.flatten(0, 1).tolist(), indices.flatten(0, 1).tolist(), strict=True
+    ):
         assert ours == slow_topk(row, 200)
 
 
@@ -58,7 +63,9 @@ def test_topk_of_many_ties_in_long_rows(dtype):
 def test_topk_takes_any_strides_and_no_scores(dtype):
     scores = torch.randn(9, 5, 4, dtype=dtype).transpose(0, 2)
     assert torch.equal(topk_lowest(scores, 3)[1], topk_lowest(scores.contiguous(), 3)[1])
-    assert torch.equal(topk_lowest(scores[..., :1].expand(-1, -1, 6), 2)[1], torch.tensor([0, 1]).expand(4, 5, 2))
+    assert torch.equal(
+        topk_lowest(scores[..., :1].expand(-1, -1, 6), 2)[1], torch.tensor([0, 1]).expand(4, 5, 2)
+    )
     values, indices = topk_lowest(torch.empty(2, 3, 0, dtype=dtype), 0)
     assert values.shape == indices.shape == (2, 3, 0)
 
@@ -82,7 +89,25 @@ def exact_sqrt_softplus(x: float) -> float:
 
 
 # Reported faults: overflow to infinity, and the square root of an underflown zero.
-POINTS = [-200.0, -103.0, -100.0, -50.0, -20.0, -17.0001, -17.0, -16.9999, -5.0, -1e-3, 0.0, 1e-3, 1.0, 19.9, 20.1, 100.0, 3e38]
+POINTS = [
+    -200.0,
+    -103.0,
+    -100.0,
+    -50.0,
+    -20.0,
+    -17.0001,
+    -17.0,
+    -16.9999,
+    -5.0,
+    -1e-3,
+    0.0,
+    1e-3,
+    1.0,
+    19.9,
+    20.1,
+    100.0,
+    3e38,
+]
 
 
 @pytest.mark.parametrize("x", POINTS)
@@ -111,7 +136,11 @@ def test_score_function_rises():
 
 
 def test_wide():
-    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float32, torch.float32)):
+    for dtype, expected in (
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float32),
+    ):
         assert wide(torch.ones(1, dtype=dtype)).dtype == expected
     x = torch.ones(1, dtype=torch.float64)
     assert wide(x) is x
@@ -121,7 +150,12 @@ def test_assert_close_can_fail():
     """The judge of every other test."""
     a = torch.tensor([1.0, -torch.inf, 3.0])
     assert_close(a, a.clone(), "equal")
-    for wrong in ([1.0, 0.0, 3.0], [1.0, -torch.inf, 3.1], [1.0, torch.inf, 3.0], [torch.nan, -torch.inf, 3.0]):
+    for wrong in (
+        [1.0, 0.0, 3.0],
+        [1.0, -torch.inf, 3.1],
+        [1.0, torch.inf, 3.0],
+        [torch.nan, -torch.inf, 3.0],
+    ):
         with pytest.raises(AssertionError):
             assert_close(torch.tensor(wrong), a, "watched")
     with pytest.raises(AssertionError):

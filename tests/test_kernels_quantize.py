@@ -1,9 +1,11 @@
 """dsv4.kernels.quantize against the definitions of the formats, element by element."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from dsv4.kernels import quantize
 from dsv4.testing_checkpoints import fp4_values, fp8_values, scale_values
@@ -17,7 +19,9 @@ SCALE_BYTES = {0: 2.0**-127, 1: 2.0**-126, 120: 0.0078125, 127: 1.0, 130: 8.0, 2
 
 def bits(tensor):
     """Comparable bit for bit: -0.0 and 0.0 differ, NaN equals itself."""
-    return tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize])
+    return tensor.contiguous().view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
+    )
 
 
 def random_codes(*shape):
@@ -42,23 +46,14 @@ def flushing():
 def test_scale_bytes_are_exponents(dtype):
     scale = torch.tensor(list(SCALE_BYTES), dtype=torch.uint8).view(dtype)
     assert quantize.e8m0_to_float32(scale).tolist() == list(SCALE_BYTES.values())
-    assert quantize.e8m0_to_float32(torch.tensor([[255]], dtype=torch.uint8).view(dtype)).isnan().all()
-
-
-def test_every_scale_byte_goes_there_and_back():
-    scale = torch.arange(256, dtype=torch.uint8).view(E8M0)
-    assert torch.equal(bits(quantize.float32_to_e8m0(quantize.e8m0_to_float32(scale))), bits(scale))
+    assert (
+        quantize.e8m0_to_float32(torch.tensor([[255]], dtype=torch.uint8).view(dtype)).isnan().all()
+    )
 
 
 def test_smallest_scale_survives_flushing(flushing):
     scale = torch.zeros(1, dtype=torch.uint8).view(E8M0)
     assert bits(quantize.e8m0_to_float32(scale)).item() == 1 << 22
-
-
-@pytest.mark.parametrize("value", [3.0, 0.0, -1.0, 2.0**-128, math.inf])
-def test_scales_that_are_no_power_of_two_are_refused(value):
-    with pytest.raises(ValueError, match="not a power of two"):
-        quantize.float32_to_e8m0(torch.tensor([1.0, value]))
 
 
 @pytest.mark.parametrize("stored", [FP8, torch.uint8, torch.int8])
@@ -77,7 +72,9 @@ def test_fp8_nan_codes_and_nan_scales_stay_nan():
     assert quantize.dequantize_fp8(codes, (one + 128).view(E8M0)).isnan().all()
 
 
-@pytest.mark.parametrize("shape", [(130, 200), (128, 128), (1, 1), (257, 384), (64, 3), (0, 5), (700, 900)])
+@pytest.mark.parametrize(
+    "shape", [(130, 200), (128, 128), (1, 1), (257, 384), (64, 3), (0, 5), (700, 900)]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("scales", ["e8m0", "float32"])
 def test_fp8_with_ragged_last_blocks(shape, dtype, scales):
@@ -147,11 +144,11 @@ def test_fp8_scales_of_a_wrong_shape_are_refused(codes, scale, message):
 
 
 def test_wrong_dtypes_are_refused():
-    with pytest.raises(ValueError, match="scales are torch.int64"):
+    with pytest.raises(ValueError, match=r"scales are torch\.int64"):
         quantize.dequantize_fp8(random_codes(8, 8), torch.ones(1, 1, dtype=torch.int64))
-    with pytest.raises(ValueError, match="codes are torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"codes are torch\.bfloat16"):
         quantize.dequantize_fp8(torch.zeros(8, 8, dtype=torch.bfloat16), random_scale(1, 1))
-    with pytest.raises(ValueError, match="packed FP4 is torch.float8_e4m3fn"):
+    with pytest.raises(ValueError, match=r"packed FP4 is torch\.float8_e4m3fn"):
         quantize.dequantize_fp4(random_codes(8, 16), random_scale(8, 1))
     with pytest.raises(ValueError, match=r"whole blocks of 32"):
         quantize.dequantize_fp4(torch.zeros(8, 12, dtype=torch.int8), random_scale(8, 1))
@@ -163,9 +160,12 @@ def test_fp8_error_is_half_a_step(shape):
     codes, scale = quantize.quantize_fp8(weight)
     assert scale.dtype == E8M0
     decoded = quantize.dequantize_fp8(codes, scale, torch.float64)
-    # Half the distance between neighbours: 2^-4 of the value's binade; the subnormal step is 2^-9 of the scale.
+    # Half the distance between neighbours: 2^-4 of the value's binade; the subnormal step is 2^-9
+    # of the scale.
     binade = torch.frexp(weight.double()).exponent - 1
-    steps = scale_values(scale)[..., torch.arange(shape[-2]) // 128, :][..., torch.arange(shape[-1]) // 128]
+    steps = scale_values(scale)[..., torch.arange(shape[-2]) // 128, :][
+        ..., torch.arange(shape[-1]) // 128
+    ]
     allowed = torch.maximum(torch.exp2(binade.double()) / 16, steps * 2.0**-10)
     assert bool(((decoded - weight).abs() <= allowed).all())
 
@@ -174,7 +174,14 @@ def test_fp8_error_is_half_a_step(shape):
 def test_scale_is_the_smallest_power_of_two_that_fits(quantise):
     largest = {"fp8": 448.0, "fp4": 6.0}[quantise]
     encode = {"fp8": quantize.quantize_fp8, "fp4": quantize.quantize_fp4}[quantise]
-    for top in (largest, largest * 1.0001, largest * 1.5, largest / 2, largest * 2.0**-40, largest * 2.0**90):
+    for top in (
+        largest,
+        largest * 1.0001,
+        largest * 1.5,
+        largest / 2,
+        largest * 2.0**-40,
+        largest * 2.0**90,
+    ):
         weight = torch.zeros(1, 32)
         weight[0, 3] = -top
         scale = scale_values(encode(weight)[1]).item()
@@ -210,7 +217,9 @@ def test_fp4_rounds_to_nearest_ties_to_even():
     rounded = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
     near = [0.2501, 0.7499, 1.2501, 1.7499, 2.501, 3.499, 5.001]
     nearest = [0.5, 0.5, 1.5, 1.5, 3.0, 3.0, 6.0]
-    weight = torch.tensor([[6.0, *ties, *near, *(-t for t in ties), *(-t for t in near), -6.0, 0.0, -0.0]])
+    weight = torch.tensor(
+        [[6.0, *ties, *near, *(-t for t in ties), *(-t for t in near), -6.0, 0.0, -0.0]]
+    )
     expected = torch.tensor(
         [[6.0, *rounded, *nearest, *(-t for t in rounded), *(-t for t in nearest), -6.0, 0.0, -0.0]]
     )
@@ -222,10 +231,14 @@ def test_what_was_decoded_is_encoded_without_loss():
     """Whatever scales a file has, the smallest ones that fit hold its values too."""
     packed = torch.randint(-128, 128, (64, 64), dtype=torch.int8)
     values = quantize.dequantize_fp4(packed, random_scale(64, 4), torch.float32)
-    assert torch.equal(quantize.dequantize_fp4(*quantize.quantize_fp4(values), torch.float32), values)
+    assert torch.equal(
+        quantize.dequantize_fp4(*quantize.quantize_fp4(values), torch.float32), values
+    )
     codes = random_codes(3, 130, 200)
     values = quantize.dequantize_fp8(codes, random_scale(3, 2, 2), torch.float32)
-    assert torch.equal(quantize.dequantize_fp8(*quantize.quantize_fp8(values), torch.float32), values)
+    assert torch.equal(
+        quantize.dequantize_fp8(*quantize.quantize_fp8(values), torch.float32), values
+    )
 
 
 def test_fp8_halves_are_encoded_by_themselves():
@@ -250,3 +263,30 @@ def test_nan_codes_and_scales_are_found():
     assert quantize.has_bad_scale(torch.tensor([[127, 255]], dtype=torch.uint8).view(E8M0))
     assert quantize.has_bad_scale(torch.tensor([[1.0, math.inf]]))
     assert quantize.has_bad_scale(torch.tensor([[math.nan, 1.0]]))
+
+
+def test_golden_vectors():
+    golden = load_file(Path(__file__).parent / "golden" / "kernels.safetensors")
+    packed, scale = golden["fp4_gemm.w"], golden["fp4_gemm.w_scale"]
+    expected = golden["fp4_gemm.w_dequantised"]
+    assert torch.equal(quantize.dequantize_fp4(packed, scale, torch.float32), expected)
+    ties = golden["fp4_ties.x"]
+    rounded = quantize.dequantize_fp4(*quantize.quantize_fp4(ties))
+    assert torch.equal(bits(rounded), bits(golden["fp4_ties.y"]))
+    ties = golden["fp8_ties.x"]
+    rounded = quantize.dequantize_fp8(*quantize.quantize_fp8(ties))
+    assert torch.equal(rounded, golden["fp8_ties.y"])
+
+
+def test_tables_live_where_the_codes_are():
+    """Whatever device is the default when a table is first needed."""
+    tables = (quantize._fp4_pairs, quantize._fp8_table, quantize._e8m0_table)
+    codes, packed = random_codes(4, 32), torch.zeros(4, 16, dtype=torch.int8)
+    fp8_scale, fp4_scale = random_scale(1, 1), random_scale(4, 1)
+    for table in tables:
+        table.cache_clear()
+    with torch.device("meta"):
+        decoded = quantize.dequantize_fp8(codes, fp8_scale)
+        unpacked = quantize.dequantize_fp4(packed, fp4_scale)
+    assert torch.equal(decoded.double(), fp8_values(codes, fp8_scale).bfloat16().double())
+    assert not unpacked.any()

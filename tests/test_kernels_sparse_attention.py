@@ -1,4 +1,6 @@
-"""The linear-cost way against the definition in float64: every shape of window, block, gap, padding and selection."""
+"""The linear-cost way against the definition in float64: every shape of window, block, gap,
+padding and selection.
+"""
 
 import random
 
@@ -19,7 +21,9 @@ from dsv4.testing import assert_close
 
 
 def rows_of(window: int, s: int, past: list[int], start: list[int], count: list[int]):
-    """(query positions [b s], token positions [b w+s], gap) of rows that continue `past` tokens, padded at the left by `start`."""
+    """(query positions [b s], token positions [b w+s], gap) of rows that continue `past` tokens,
+    padded at the left by `start`.
+    """
     w = max(min(p, window - 1) for p in past)
     query, tokens = [], []
     for p, a, c in zip(past, start, count, strict=True):
@@ -31,8 +35,16 @@ def rows_of(window: int, s: int, past: list[int], start: list[int], count: list[
     return torch.tensor(query), torch.tensor(tokens), gap
 
 
-def problem(draw: random.Random, s: int, window: int, entries: int, kept: int | None, rate: int = 3, rows: int = 2):
-    """Random arguments of `sparse_attention` in float64: rows of unequal past, padding and length."""
+def problem(
+    draw: random.Random,
+    s: int,
+    window: int,
+    entries: int,
+    kept: int | None,
+    rate: int = 3,
+    rows: int = 2,
+):
+    """Random arguments of `sparse_attention`: rows of unequal past, padding and length."""
     heads, width = draw.choice((1, 3, 4)), draw.choice((2, 5, 16))
     count = [draw.randint(0, s) for _ in range(rows - 1)] + [s]
     start = [draw.choice((0, s - c)) for c in count]
@@ -57,7 +69,9 @@ def problem(draw: random.Random, s: int, window: int, entries: int, kept: int | 
 
 def compare(arguments: dict, limit: str = "float64") -> None:
     """Value and gradients of both ways."""
-    leaves = [name for name in ("queries", "tokens", "entries", "sinks") if arguments[name] is not None]
+    leaves = [
+        name for name in ("queries", "tokens", "entries", "sinks") if arguments[name] is not None
+    ]
     results = []
     for attend in (sparse_attention, sparse_attention_reference):
         given = arguments | {name: arguments[name].clone().requires_grad_() for name in leaves}
@@ -78,7 +92,10 @@ def test_window_alone(s: int, window: int):
 
 
 @pytest.mark.parametrize("s", [1, 7, 129, 200])
-@pytest.mark.parametrize(("entries", "kept"), [(1, None), (50, None), (1, 1), (5, 3), (50, 50), (50, 2), (50, 6), (41, 1), (0, None)])
+@pytest.mark.parametrize(
+    ("entries", "kept"),
+    [(1, None), (50, None), (1, 1), (5, 3), (50, 50), (50, 2), (50, 6), (41, 1), (0, None)],
+)
 def test_entries(s: int, entries: int, kept: int | None):
     """41 entries and one kept: gathered. 5 and 3: a masked dense product."""
     compare(problem(random.Random(s + entries), s, 8, entries, kept))
@@ -90,7 +107,17 @@ def test_random_shapes(seed: int):
     entries = draw.choice((0, 1, 3, 20, 70))
     kept = draw.choice((None, draw.randint(1, entries))) if entries else None
     s, window = draw.randint(1, 150), draw.choice((1, 2, 3, 9, 40, 128, 200))
-    compare(problem(draw, s, window, entries, kept, rate=draw.choice((1, 2, 4, 128)), rows=draw.choice((1, 2, 5))))
+    compare(
+        problem(
+            draw,
+            s,
+            window,
+            entries,
+            kept,
+            rate=draw.choice((1, 2, 4, 128)),
+            rows=draw.choice((1, 2, 5)),
+        )
+    )
 
 
 @pytest.mark.parametrize("chunk", [1, 2000, 40_000])
@@ -112,9 +139,13 @@ def test_gathering_and_masking_agree(monkeypatch, ratio: int):
 
 @pytest.mark.parametrize("start", [1, 5, 70])
 def test_a_gap_between_earlier_tokens_and_these(start: int):
-    """Left padding after a cache: the earlier tokens stand `start` columns further away than their positions say."""
+    """Left padding after a cache: the earlier tokens stand `start` columns further away than their
+    positions say.
+    """
     s, window = start + 90, 9
-    query, places, gap = rows_of(window, s, [30, 4, 0], [start, 0, start], [s - start, s, s - start])
+    query, places, gap = rows_of(
+        window, s, [30, 4, 0], [start, 0, start], [s - start, s, s - start]
+    )
     assert gap == start
     arguments = problem(random.Random(1), s, window, 0, None, rows=3)
     tokens = torch.randn(3, places.shape[1], arguments["tokens"].shape[-1], dtype=torch.float64)
@@ -122,13 +153,17 @@ def test_a_gap_between_earlier_tokens_and_these(start: int):
 
 
 def test_the_window_is_exact():
-    """A query of position p weighs tokens p - window + 1 ... p and no other: probabilities by one-hot keys."""
+    """A query of position p weighs tokens p - window + 1 ... p and no other: probabilities by
+    one-hot keys.
+    """
     s, window = 150, 16
     positions = torch.arange(s)[None]
     keys = torch.eye(s, dtype=torch.float64)[None]
     queries = torch.zeros(1, s, 2, s, dtype=torch.float64)
     sinks = torch.zeros(2, dtype=torch.float64)
-    mixed = sparse_attention(queries, keys, None, sinks, Reach(window, positions, positions), None, 1.0)
+    mixed = sparse_attention(
+        queries, keys, None, sinks, Reach(window, positions, positions), None, 1.0
+    )
     for p in range(s):
         seen = list(range(max(0, p - window + 1), p + 1))
         for head in range(2):
@@ -153,7 +188,9 @@ def test_a_query_that_sees_nothing_gets_zeros_and_finite_gradients():
         tokens = torch.randn(1, s, 4, requires_grad=True)
         entries = torch.randn(1, 3, 4, requires_grad=True)
         nobody = torch.full((1, s), -1)
-        out = sparse_attention(queries, tokens, entries, sinks, Reach(4, nobody, nobody, 0, 2), None, 0.5)
+        out = sparse_attention(
+            queries, tokens, entries, sinks, Reach(4, nobody, nobody, 0, 2), None, 0.5
+        )
         assert torch.equal(out, torch.zeros_like(out))
         for grad in torch.autograd.grad(out.sum(), (queries, tokens, entries)):
             assert bool(grad.isfinite().all())
@@ -162,7 +199,10 @@ def test_a_query_that_sees_nothing_gets_zeros_and_finite_gradients():
 def test_scores_of_any_size_stay_finite():
     for size in (1e3, 1e18):
         arguments = problem(random.Random(2), 30, 8, 10, None)
-        arguments = {k: v.float() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in arguments.items()}
+        arguments = {
+            k: v.float() if isinstance(v, Tensor) and v.is_floating_point() else v
+            for k, v in arguments.items()
+        }
         out = sparse_attention(**arguments | {"queries": arguments["queries"] * size})
         assert bool(out.isfinite().all())
 
@@ -172,13 +212,21 @@ def test_dtypes_and_strides():
     expected = sparse_attention(**arguments)
     queries = arguments["queries"].transpose(1, 2).contiguous().transpose(1, 2)
     tokens = arguments["tokens"].transpose(0, 1).contiguous().transpose(0, 1)
-    assert_close(sparse_attention(**arguments | {"queries": queries, "tokens": tokens}), expected, "float64")
+    assert_close(
+        sparse_attention(**arguments | {"queries": queries, "tokens": tokens}), expected, "float64"
+    )
     for dtype, limit in ((torch.float32, "float32 op"), (torch.bfloat16, "bfloat16 rounding")):
-        cast = {k: v.to(dtype) if k in ("queries", "tokens", "entries") else v for k, v in arguments.items()}
+        cast = {
+            k: v.to(dtype) if k in ("queries", "tokens", "entries") else v
+            for k, v in arguments.items()
+        }
         cast["sinks"] = cast["sinks"].float()
         out = sparse_attention(**cast)
         assert out.dtype == dtype
-        exact = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in cast.items()}
+        exact = {
+            k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
+            for k, v in cast.items()
+        }
         assert_close(out, sparse_attention_reference(**exact), limit, str(dtype))
 
 
@@ -200,11 +248,15 @@ def test_visible_entries_one_by_one():
         for i, p in enumerate(query[0].tolist()):
             for j in range(4):
                 closed = 3 * j + 2 <= p
-                assert seen[0, i, j].item() == (closed and (chosen is None or j in chosen[0, i].tolist()))
+                assert seen[0, i, j].item() == (
+                    closed and (chosen is None or j in chosen[0, i].tolist())
+                )
 
 
 def test_softmax_with_sink_sums_to_one_with_the_sink():
-    scores = torch.randn(2, 3, 5, dtype=torch.float64).masked_fill(torch.rand(2, 3, 5) < 0.3, -torch.inf)
+    scores = torch.randn(2, 3, 5, dtype=torch.float64).masked_fill(
+        torch.rand(2, 3, 5) < 0.3, -torch.inf
+    )
     sinks = torch.randn(2, 3, dtype=torch.float64)
     probabilities, on_sink = softmax_with_sink(scores, sinks)
     weights = torch.cat((scores.exp(), sinks.exp()[..., None]), dim=-1)

@@ -39,11 +39,28 @@ GROUPS = {
         *("activation_cache", "budget", "capture", "interventions", "lens", "loss", "steps"),
         *("support", "watch"),
     },
-    "text": {"text"},
+    "text": {"text", "chat"},
     "model": {
-        *("model", "initialize", "kv_cache", "generate", "sampling", "loading", "pretrained"),
+        *(
+            "model",
+            "initialize",
+            "kv_cache",
+            "tape",
+            "generate",
+            "sampling",
+            "loading",
+            "pretrained",
+        ),
     },
-    "programs": {"cli", "demo", "__main__", "testing", "testing_checkpoints", "testing_probes"},
+    "programs": {
+        "cli",
+        "demo",
+        "__main__",
+        "testing",
+        "testing_checkpoints",
+        "testing_feeding",
+        "testing_probes",
+    },
     "public": {"__init__"},
 }
 # Left may import right; imports that only a type checker runs are free.

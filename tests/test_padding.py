@@ -1,6 +1,8 @@
-"""A padded row gives what it gives alone: logits, every value, gradients. Padding is never NaN and never heard.
+"""A padded row gives what it gives alone: logits, every value, gradients. Padding is never NaN and
+never heard.
 
-The row alone is the truth; transformers contradicts itself here (its compression windows count from the padding).
+The row alone is the truth; transformers contradicts itself here (its compression windows count
+from the padding).
 """
 
 import random
@@ -34,8 +36,12 @@ def model() -> Dsv4:
     return Dsv4.from_config(fault_config(), seed=11)
 
 
-def batch(config, lengths: list[int], width: int, sides: str, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """(ids, mask) [rows, width]: row i has lengths[i] tokens, its padding at the side sides[i] ("l" or "r")."""
+def batch(
+    config, lengths: list[int], width: int, sides: str, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """(ids, mask) [rows, width]: row i has lengths[i] tokens, its padding at the side sides[i]
+    ("l" or "r").
+    """
     ids = random_ids(config, len(lengths), width, seed)
     mask = torch.zeros_like(ids)
     for row, (tokens, side) in enumerate(zip(lengths, sides, strict=True)):
@@ -44,7 +50,9 @@ def batch(config, lengths: list[int], width: int, sides: str, seed: int = 0) -> 
 
 
 def check_rows(model: Dsv4, ids: Tensor, mask: Tensor) -> None:
-    """Every row's logits against the row alone. Where they differ, choices must differ by a near tie: the tokens before count."""
+    """Every row's logits against the row alone. Where they differ, choices must differ by a near
+    tie: the tokens before count.
+    """
     with torch.no_grad():
         logits = model(ids, attention_mask=mask)
         assert bool(logits.isfinite().all())
@@ -70,7 +78,14 @@ def clean_tokens(model: Dsv4, ids: Tensor, mask: Tensor, row: int, alone: Tensor
         if name.endswith("indexer_selection"):
             solo_width, width = solo[name].shape[-1], here[name].shape[-1]
             solo = dict(solo) | {name: pad(solo[name], (0, width - solo_width), value=-1)}
-    agreement = agree(here, {name: solo[name] for name in here if name.endswith(("expert_indices", "indexer_selection"))})
+    agreement = agree(
+        here,
+        {
+            name: solo[name]
+            for name in here
+            if name.endswith(("expert_indices", "indexer_selection"))
+        },
+    )
     assert agreement.ties == 1
     return agreement.clean
 
@@ -110,7 +125,13 @@ def test_many_random_configs(first: int):
         config = random_config(draw)
         model = Dsv4.from_config(config, seed=seed)
         width = draw.randint(20, 200)
-        ids, mask = batch(config, [draw.randint(0, width) for _ in range(4)], width, "".join(draw.choices("lr", k=4)), seed)
+        ids, mask = batch(
+            config,
+            [draw.randint(0, width) for _ in range(4)],
+            width,
+            "".join(draw.choices("lr", k=4)),
+            seed,
+        )
         check_rows(model, ids, mask)
 
 
@@ -130,7 +151,9 @@ def test_lists_of_unequal_length(model: Dsv4):
 
 @pytest.mark.parametrize("side", "lr")
 def test_every_value_of_real_tokens_and_entries(model: Dsv4, side: str):
-    """Values with a token axis and no key axis, at real tokens; entries, of those that the row has; attention by key position."""
+    """Values with a token axis and no key axis, at real tokens; entries, of those that the row
+    has; attention by key position.
+    """
     ids, mask = batch(model.config, [21, 26, 13], 26, side * 3)
     _, cache = model.run_with_cache(ids, "**", attention_mask=mask)
     for row in range(3):
@@ -147,7 +170,14 @@ def test_every_value_of_real_tokens_and_entries(model: Dsv4, side: str):
                 elif letter in ("e", "e_new"):
                     ours = ours.narrow(axis, 0, expected.shape[axis])
                 elif letter == "min(index_topk,e)":
-                    assert bool((ours.narrow(axis, expected.shape[axis], ours.shape[axis] - expected.shape[axis]) == -1).all())
+                    assert bool(
+                        (
+                            ours.narrow(
+                                axis, expected.shape[axis], ours.shape[axis] - expected.shape[axis]
+                            )
+                            == -1
+                        ).all()
+                    )
                     ours = ours.narrow(axis, 0, expected.shape[axis])
             if ours.is_floating_point():
                 assert_close(ours, expected, "watched", f"{name}, row {row}")
@@ -155,15 +185,22 @@ def test_every_value_of_real_tokens_and_entries(model: Dsv4, side: str):
                 assert torch.equal(ours, expected), f"{name}, row {row}"
         for i in range(model.num_layers):
             at = f"layers.{i}.self_attn"
-            ours = by_position(cache[f"{at}.attention_probabilities"][row, :, real], cache[f"{at}.attention_key_positions"][row])
-            expected = by_position(solo[f"{at}.attention_probabilities"][0], solo[f"{at}.attention_key_positions"][0])
+            ours = by_position(
+                cache[f"{at}.attention_probabilities"][row, :, real],
+                cache[f"{at}.attention_key_positions"][row],
+            )
+            expected = by_position(
+                solo[f"{at}.attention_probabilities"][0], solo[f"{at}.attention_key_positions"][0]
+            )
             assert ours.keys() == expected.keys()
             for place in ours:
                 assert_close(ours[place], expected[place], LIMIT, f"{at} at {place}")
 
 
 def by_position(probabilities: Tensor, positions: Tensor) -> dict:
-    """[N s k], [k] -> {(position, n-th key of that position): [N s]}; a token's key comes before an entry's."""
+    """[N s k], [k] -> {(position, n-th key of that position): [N s]}; a token's key comes before
+    an entry's.
+    """
     found: dict = {}
     for column, position in enumerate(positions.tolist()):
         if position < 0:
@@ -191,7 +228,9 @@ def test_ids_at_padding_do_not_matter(model: Dsv4):
     ids, mask = batch(model.config, [9, 24, 17], 24, "lrl")
     other = torch.where(mask.bool(), ids, (ids + 7) % model.vocab_size)
     real = mask.bool()
-    assert_close(model(other, attention_mask=mask)[real], model(ids, attention_mask=mask)[real], LIMIT)
+    assert_close(
+        model(other, attention_mask=mask)[real], model(ids, attention_mask=mask)[real], LIMIT
+    )
 
 
 @pytest.mark.parametrize("side", "lr")
@@ -208,8 +247,15 @@ def test_what_stands_at_padding_is_never_heard(model: Dsv4, side: str, filling: 
     embeddings = spoil(model.embed_tokens(ids), None)
     assert_close(model(ids, inputs_embeds=embeddings, attention_mask=mask)[real], expected, LIMIT)
     streams = spoil(model(ids, attention_mask=mask, stop_at_layer=1), None)
-    assert_close(model(streams, input_ids=ids, attention_mask=mask, start_at_layer=1)[real], expected, LIMIT)
-    for name in ("layers.0.layer_output", "layers.2.layer_output", "layers.1.attention_norm_output", "layers.1.self_attn.attention_keys_unrotated"):
+    assert_close(
+        model(streams, input_ids=ids, attention_mask=mask, start_at_layer=1)[real], expected, LIMIT
+    )
+    for name in (
+        "layers.0.layer_output",
+        "layers.2.layer_output",
+        "layers.1.attention_norm_output",
+        "layers.1.self_attn.attention_keys_unrotated",
+    ):
         if name.endswith("keys_unrotated"):
             edit = lambda value, hook: value.masked_fill(~real[:, None, :, None], filling)  # noqa: E731
         else:
@@ -230,7 +276,11 @@ def test_gradients_are_those_of_the_rows_alone(model: Dsv4):
         return logits.log_softmax(-1)[..., 0].sum()
 
     padded = gradients(loss(model(ids, attention_mask=mask)[mask.bool()]))
-    alone = [gradients(loss(model(row[real.bool()][None]))) for row, real in zip(ids, mask, strict=True) if real.any()]
+    alone = [
+        gradients(loss(model(row[real.bool()][None])))
+        for row, real in zip(ids, mask, strict=True)
+        if real.any()
+    ]
     for name, gradient in padded.items():
         assert bool(gradient.isfinite().all()), name
         expected = sum(g[name] for g in alone if name in g)
@@ -248,7 +298,9 @@ def test_padding_in_bfloat16_is_finite():
     model = Dsv4.from_config(fault_config(), seed=11, dtype=torch.bfloat16)
     ids, mask = batch(model.config, [0, 1, 24, 7], 24, "llrl")
     _, cache = model.run_with_cache(ids, "**", attention_mask=mask)
-    assert not any(bool(value.isnan().any()) for value in cache.values() if value.is_floating_point())
+    assert not any(
+        bool(value.isnan().any()) for value in cache.values() if value.is_floating_point()
+    )
 
 
 @pytest.mark.parametrize("rates", [{CSA: 1, HCA: 1}, {CSA: 7, HCA: 3}, {CSA: 100, HCA: 128}])
@@ -269,13 +321,29 @@ def test_last_logits_are_of_each_rows_last_token(model: Dsv4):
 def test_forms_of_the_mask(model: Dsv4):
     ids, mask = batch(model.config, [9, 24], 24, "lr")
     expected = model(ids, attention_mask=mask)
-    for form in (mask.bool(), mask.float(), mask.int(), mask.tolist(), mask.bfloat16(), mask.t().contiguous().t()):
+    for form in (
+        mask.bool(),
+        mask.float(),
+        mask.int(),
+        mask.tolist(),
+        mask.bfloat16(),
+        mask.t().contiguous().t(),
+    ):
         assert torch.equal(model(ids, attention_mask=form), expected)
     assert torch.equal(model(ids), model(ids, attention_mask=torch.ones_like(mask)))
     hole, both = mask.clone(), mask.clone()
     hole[1, 5] = 0
     both[1, [0, 23]] = 0
     additive = torch.zeros(2, 1, 24, 24)
-    for wrong in (hole, both, mask * 2, mask - 1, mask[:, :9], mask[:1], additive, (1.0 - mask.float()) * -1e9):
+    for wrong in (
+        hole,
+        both,
+        mask * 2,
+        mask - 1,
+        mask[:, :9],
+        mask[:1],
+        additive,
+        (1.0 - mask.float()) * -1e9,
+    ):
         with pytest.raises(ValueError, match="attention_mask"):
             model(ids, attention_mask=wrong)

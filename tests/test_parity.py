@@ -1,6 +1,8 @@
-"""Float32 logits and block values against transformers from the same weights, over configs with every parameter random.
+"""Float32 logits and block values against transformers from the same weights, over configs with
+every parameter random.
 
-A token after a choice that a near tie decided differently is not compared; such choices are counted and bounded.
+A token after a choice that a near tie decided differently is not compared; such choices are
+counted and bounded.
 """
 
 import random
@@ -22,7 +24,10 @@ from dsv4.testing import (
 )
 
 LIMIT = LIMITS["transformers"].relative
-PLAIN = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in (("main", 1e4), ("compress", 16e4))}
+PLAIN = {
+    kind: {"rope_type": "default", "rope_theta": theta}
+    for kind, theta in (("main", 1e4), ("compress", 16e4))
+}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 4e4,
@@ -66,7 +71,9 @@ CASES = {
     "one of many experts": {"n_routed_experts": 40, "num_experts_per_tok": 1},
     "no YaRN": {"rope_parameters": PLAIN},
     "YaRN on both": {"rope_parameters": {"main": YARN, "compress": YARN}},
-    "an attention factor": {"rope_parameters": PLAIN | {"compress": YARN | {"attention_factor": 1.3}}},
+    "an attention factor": {
+        "rope_parameters": PLAIN | {"compress": YARN | {"attention_factor": 1.3}}
+    },
     "a large index head": {"index_head_dim": 24},
     "one sliding block": {"layer_types": (SLIDING,)},
     "one CSA block": {"layer_types": (CSA,)},
@@ -82,7 +89,7 @@ def config_of(overrides: dict) -> Dsv4Config:
 
 
 def sweep(seeds: range, longest: int) -> None:
-    """Two lengths of each of the random configs; AssertionError names the seeds beyond the limit."""
+    """Two lengths of each random config; AssertionError names the seeds beyond the limit."""
     over, ties, rows = [], 0, 0
     for seed in seeds:
         draw = random.Random(seed)
@@ -129,7 +136,9 @@ def test_every_length_across_all_boundaries():
 
 
 def test_true_rates_and_window_past_their_ends():
-    config = fault_config(sliding_window=128, compress_rates={CSA: 4, HCA: 128}, index_topk=16, index_n_heads=16)
+    config = fault_config(
+        sliding_window=128, compress_rates={CSA: 4, HCA: 128}, index_topk=16, index_n_heads=16
+    )
     model = Dsv4.from_config(config, seed=2)
     result = parity(model, twin(model), random_ids(config, 1, 700))
     assert result.error <= LIMIT
@@ -151,7 +160,14 @@ def test_values_of_every_block():
     model = Dsv4.from_config(config, seed=4)
     rows = model.compare(twin(model), random_ids(config, 2, 40))
     leaves = {row.name.rsplit(".", 1)[-1] for row in rows}
-    assert {"layer_output", "attention_output", "mlp_output", "router_logits", "attention_comb", "logits"} <= leaves
+    assert {
+        "layer_output",
+        "attention_output",
+        "mlp_output",
+        "router_logits",
+        "attention_comb",
+        "logits",
+    } <= leaves
     for row in rows:
         assert row.relative <= LIMIT, row
 
@@ -165,7 +181,9 @@ def test_weights_taken_from_a_transformers_model():
 
 
 def test_a_fault_in_the_weights_is_seen():
-    """The comparison can fail: with noise on one tensor, each in turn, the error is far above the limit."""
+    """The comparison can fail: with noise on one tensor, each in turn, the error is far above the
+    limit.
+    """
     config = fault_config()
     model, other = (Dsv4.from_config(config, seed=6) for _ in range(2))
     theirs, ids = twin(other), random_ids(config, 2, 40)

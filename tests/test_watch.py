@@ -388,6 +388,20 @@ def test_the_estimate_is_what_is_captured(dtype, rows, seq):
         assert estimate == {**real, "total": sum(real.values())}
 
 
+@pytest.mark.parametrize(("past", "new"), [(1, 1), (5, 3), (11, 1), (13, 6), (30, 9)])
+def test_the_estimate_behind_a_kv_cache(past, new):
+    ids = torch.randint(0, 64, (2, past + new))
+    kv = MODEL.new_kv_cache(2)
+    with torch.no_grad():
+        MODEL(ids[:, :past], kv_cache=kv)
+        _, cache = MODEL.run_with_cache(ids[:, past:], "**", kv_cache=kv)
+    estimate = MODEL.estimate("**", batch=2, seq=new, past=past)
+    assert {n: v.numel() * v.element_size() for n, v in cache.items()} == {n: b for n, b in estimate.items() if n != "total"}
+    window, entries = min(past, 7) + new, (past + new) // 4
+    assert cache["attention_probabilities", 1].shape == (2, 4, new, window + entries)
+    assert cache["compressed_entries", 1].shape[1] == entries - past // 4
+
+
 def test_shapes_of_every_value():
     for rows, seq in ((1, 1), (3, 11)):
         ids = torch.randint(0, MODEL.vocab_size, (rows, seq))
@@ -446,7 +460,7 @@ def test_signatures_are_the_documented_ones():
     assert parameters("run_with_hooks") == ["input", "hooks", "bwd_hooks", "fwd_hooks", "run"]
     assert parameters("run_with_cache")[:2] == ["input", "names"]
     assert parameters("add_hook") == ["name", "fn", "dir", "prepend"]
-    assert parameters("steer") == ["vector", "layers", "scale", "factor"]
+    assert parameters("steer")[:4] == ["vector", "layers", "scale", "factor"]
     assert parameters("project_on_vocab") == ["x", "readout"]
     assert parameters("loss") == ["input", "attention_mask", "per_token"]
     assert parameters("support") == ["layer"]
