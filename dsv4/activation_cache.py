@@ -176,6 +176,16 @@ class ActivationCache(Mapping[str, Tensor]):
         positions = positions.squeeze(0) if positions is not None and positions.dim() == 2 else positions
         return ActivationCache(values, axes, positions, self.num_layers, self.origin, self.model)
 
+    def add_batch_dim(self) -> "ActivationCache":
+        """A cache with the batch axis that `remove_batch_dim` took out."""
+        if self.positions is None or self.positions.dim() != 1:
+            raise ValueError("add_batch_dim: this cache has its batch axis")
+        values, axes = {}, {}
+        for name, value in self.items():
+            value = [step.unsqueeze(0) for step in value] if isinstance(value, list) else value.unsqueeze(0)
+            values[name], axes[name] = value, f"b {self.axes[name]}"
+        return ActivationCache(values, axes, self.positions.unsqueeze(0), self.num_layers, self.origin, self.model)
+
     def save(self, path: str | Path) -> None:
         """Write one safetensors file. FileExistsError when it exists; a crash leaves none."""
         steps = [n for n, v in self.items() if isinstance(v, list)] if not isinstance(self._values, _Lazy) else []

@@ -28,23 +28,11 @@ BEHIND_VALUES = ("attention_head_outputs", "attention_premix", "attention_low_ra
 class MassByKind(ByLayer):
     """{layer: [b N s kind]}; its printout has one column for each kind of key, the mean over heads and real tokens."""
 
-    def __init__(self, values: dict[int, Tensor], valid: Tensor):
-        super().__init__(values, "attention mass", "b N s kind")
-        self.valid = valid
-
     def __str__(self) -> str:
-        rows = []
-        for layer, value in self.items():
-            mean = value.reshape(-1, value.shape[-1])[self._real(value)].double().mean(0)
-            rows.append((layer, mean.tolist()))
+        rows = [(layer, self.real(layer).double().flatten(0, -2).mean(0).tolist()) for layer in self]
         return per_layer_table("attention mass, mean over heads and real tokens", rows, KINDS)
 
     __repr__ = __str__
-
-    def _real(self, value: Tensor) -> Tensor:
-        b, s = self.valid.shape
-        heads = value.numel() // (b * s * value.shape[-1])
-        return self.valid.unsqueeze(1).expand(b, heads, s).reshape(-1)
 
 
 class AttentionAnalysis:
@@ -57,7 +45,7 @@ class AttentionAnalysis:
         """{layer: [b N s]}: the share of each head's attention that its sink took."""
         chosen = self._layers(layers, ["attention_sink_probability"], "sink_mass")
         values = {i: self._dropped(self.read.of("attention_sink_probability", i)) for i in chosen}
-        return ByLayer(values, "sink mass", "b N s")
+        return ByLayer(values, "sink mass", "b N s", self.read)
 
     def mass_by_kind(self, layers: int | Iterable[int] | None = None) -> MassByKind:
         """{layer: [b N s 3]}: probability on tokens of the window, on entries, and on the sink, in the order of KINDS; sums to one."""
@@ -68,7 +56,7 @@ class AttentionAnalysis:
             window, entries = self._split(self.read.of("attention_probabilities", i))
             mass = (window.sum(-1), entries.sum(-1), self.read.of("attention_sink_probability", i))
             values[i] = self._dropped(torch.stack(mass, dim=-1))
-        return MassByKind(values, self.read.valid)
+        return MassByKind(values, "attention mass", "b N s kind", self.read)
 
     def token_pattern(self, mode: str = "shares", layers: int | Iterable[int] | None = None) -> ByLayer:
         """{layer: [b N s t]}: the pattern by token, on every kind of block: a token's own probability, and its part of every entry's.
@@ -90,7 +78,7 @@ class AttentionAnalysis:
                 dealt = entries.new_zeros(*shares.shape[:2], window.shape[-1]).scatter_add(-1, columns, shares)
                 window = window + entries @ dealt.unsqueeze(1)
             values[i] = self._dropped(window)
-        return ByLayer(values, f"attention by token ({mode})", "b N s t")
+        return ByLayer(values, f"attention by token ({mode})", "b N s t", self.read)
 
     def head_results(self, layer: int) -> Tensor:
         """[b s N hidden] float32: what each head added; sums to attention_output. From the captured value, or from the premix."""
@@ -125,9 +113,8 @@ class AttentionAnalysis:
         self.read.refuse_edits(BEHIND_VALUES, chosen, "the paths from the values do not sum to what it added")
         if by == "token":
             self._require_entries(chosen, 'value_paths(by="token")', gates_only=False)
-            self.read.refuse_edits(["attention_values"], chosen, "its entries are not the sums over tokens that they would be split into")
         values = {i: self._dropped(self._paths(i, direction, by)) for i in chosen}
-        return ByLayer(values, "value paths", "b N s k" if by == "key" else "b N s t")
+        return ByLayer(values, "value paths", "b N s k" if by == "key" else "b N s t", self.read)
 
     def _paths(self, layer: int, direction: Tensor | None, by: str) -> Tensor:
         attention = self.read.model.layers[layer].self_attn
@@ -135,8 +122,9 @@ class AttentionAnalysis:
         if direction is None:
             output = wide(self.read.of("attention_output", layer))
             direction = output / output.square().sum(-1, keepdim=True).clamp(min=torch.finfo(output.dtype).tiny)
-        size = (*self.read.positions.shape, values.shape[0] and attention.o_b_proj.out_features)
-        along = wide(direction).to(values.device).expand(size) if direction.dim() == 1 else wide(direction).to(values.device).reshape(size)
+        size = (*self.read.positions.shape, attention.o_b_proj.out_features)
+        along = wide(direction.detach()).to(values.device)
+        along = along.expand(size) if along.dim() == 1 else along.reshape(size)
         # Turning back is linear, and its transpose is turning: the direction is turned in the values' stead.
         cos, sin = self._rotation(attention.rope_kind, self.read.positions, values.device)
         back = rotate(head_directions(attention, along), cos.unsqueeze(2), sin.unsqueeze(2)).transpose(1, 2)
@@ -144,8 +132,7 @@ class AttentionAnalysis:
         paths = probabilities * (back @ values.transpose(1, 2).unsqueeze(1))
         if by == "key":
             return paths
-        window, on_entries = self._split(paths)
-        _, entries = self._split(probabilities)
+        window, entries = self._split(paths)[0], self._split(probabilities)[1]
         if not entries.shape[-1]:
             return window
         columns, present = self._slots(layer)
@@ -213,11 +200,13 @@ class AttentionAnalysis:
     def _require_entries(self, layers: list[int], what: str, gates_only: bool) -> None:
         compressed = [i for i in layers if self._rate(i) is not None]
         self.read.require_layers(["compressor_gates", *([] if gates_only else ["attention_norm_output"])], compressed, what)
-        edited = ["compressed_entries", "attention_values"] if not gates_only else []
+        edited = [] if gates_only else ["compressed_entries", "attention_keys", "attention_values"]
         self.read.refuse_edits(edited, compressed, "its entries are not the sums over tokens that they would be split into")
         tokens, captured = self.read.origin.token_keys, self.read.positions.shape[1]
-        real = self.read.positions
-        whole = tokens == captured and self.read.has_tokens and bool(((real == 0).any(1) | (real < 0).all(1)).all())
+        at = self.read.positions
+        begins = (at == 0).any(1) | (at < 0).all(1)
+        in_order = (at[:, 1:] == at[:, :-1] + 1) | (at[:, 1:] < 0)
+        whole = tokens == captured and self.read.has_tokens and bool(begins.all()) and bool(in_order.all())
         if not whole:
             raise ValueError(
                 f"{what} needs every token of the rows in one cache: run the whole prompt in one call without pos= or a kv_cache, "

@@ -69,7 +69,7 @@ class Attribution:
         flat = (len(self.labels), -1, self.positions.shape[-1])
         values, total = self.values.reshape(flat)[:, row, column], self.total.reshape(flat[1:])[row, column]
         best = values.abs().topk(min(k, len(values))).indices.tolist()
-        terms = values.abs().sum()
+        terms = values.abs().sum().clamp(min=torch.finfo(values.dtype).tiny)
         rows = [Row(self._name(self.labels[i], row, column), values[i].item(), (values[i] / terms).item()) for i in best]
         return Table(rows, title=f"{self.what} = {total:.4g} at position {int(self.positions.view(-1, flat[-1])[row, column])}")
 

@@ -15,6 +15,8 @@ from dsv4.values import VALUES
 MEMORY_SHARE = 0.5
 # An error lists so many values by name, and the rest by what they are.
 LISTED = 64
+# What stands in the names of values inside a spliced module.
+SPLICED = ".splice."
 
 
 def sizes(
@@ -28,10 +30,13 @@ def sizes(
     past: int = 0,
     keep: int | None = None,
 ) -> dict[str, int]:
-    """{full name: bytes} of captures. pos: as in `as_pos`. past: tokens in a KV cache. keep: logits_to_keep."""
+    """{full name: bytes} of captures. pos: as in `as_pos`. past: tokens in a KV cache. keep: logits_to_keep.
+
+    Values inside spliced modules are left out: their sizes are known when they come.
+    """
     lengths: dict[int | None, dict[str, int]] = {}
     found = {}
-    for name in names:
+    for name in (name for name in names if SPLICED not in name):
         value = VALUES[name.rsplit(".", 1)[-1]]
         layer = int(name.split(".")[1]) if value.module else None
         if layer not in lengths:
@@ -45,7 +50,11 @@ def default_limit(device: torch.device) -> int | None:
     """Bytes a capture that stays on `device` may take; None where nothing is stored."""
     if device.type == "meta":
         return None
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    free = (
+        torch.cuda.mem_get_info(device)[0]
+        if device.type == "cuda"
+        else psutil.virtual_memory().available
+    )
     return int(free * MEMORY_SHARE)
 
 
@@ -62,7 +71,8 @@ def check(found: dict[str, int], limit: int) -> None:
     lines += [_line(sum(each), f"{pattern} ({len(each)} more)") for pattern, each in rest.items()]
     raise ValueError(
         f"capturing {len(found)} values would take {_human(total)} ({total} bytes); max_bytes is {_human(limit)} ({limit} bytes). Name "
-        "fewer, keep fewer tokens (pos=), stream to disk (to=) or raise max_bytes:\n" + "\n".join(lines)
+        "fewer, keep fewer tokens (pos=), stream to disk (to=) or raise max_bytes:\n"
+        + "\n".join(lines)
     )
 
 

@@ -82,8 +82,11 @@ class Last:
             self.value = None
 
 
-def as_pos(pos) -> Pos:
-    """pos in one of its forms: None (all), int, slice, or an int64 tensor [n] or [b, n]. TypeError for anything else."""
+def as_pos(pos, what: str = "pos") -> Pos:
+    """pos in one of its forms: None (all), int, slice, or an int64 tensor [n] or [b, n]. TypeError for anything else.
+
+    what: the argument's name, for messages.
+    """
     if pos is None or (isinstance(pos, slice) and pos == slice(None)):
         return None
     if isinstance(pos, slice):
@@ -91,12 +94,12 @@ def as_pos(pos) -> Pos:
     if not isinstance(pos, bool) and hasattr(pos, "__index__") and getattr(pos, "ndim", 0) == 0:
         return operator.index(pos)
     if isinstance(pos, bool | str | dict | set) or not hasattr(pos, "__len__"):
-        raise TypeError(f"pos={pos!r}: expected {POS_FORMS}")
+        raise TypeError(f"{what}={pos!r}: expected {POS_FORMS}")
     places = torch.as_tensor(pos if hasattr(pos, "__array__") else list(pos), dtype=None if len(pos) else torch.int64, device="cpu")
     if places.dtype.is_floating_point or places.dtype.is_complex or places.dtype == torch.bool:
-        raise TypeError(f"pos holds {places.dtype}: expected {POS_FORMS}")
+        raise TypeError(f"{what} holds {places.dtype}: expected {POS_FORMS}")
     if places.dim() not in (1, 2):
-        raise TypeError(f"pos has shape {list(places.shape)}: expected {POS_FORMS}")
+        raise TypeError(f"{what} has shape {list(places.shape)}: expected {POS_FORMS}")
     return places.long()
 
 

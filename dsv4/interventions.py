@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
+from dsv4.activation_cache import ActivationCache
 from dsv4.capture import Last, Pos
 from dsv4.inputs import Input, resolve
 from dsv4.kernels.hyper_connection import collapse
@@ -126,16 +127,23 @@ class Interventions:
         return self.lm_head(self.norm(x))
 
     def logit_lens(self, input=None, readout: str = "head", *, pos=-1, **run) -> Lens:
-        """Every layer_output read as logits, with `readout`:
+        """Every layer_output read as logits, of a run over `input`, or of the tokens of a cache given as `input`: its layer outputs, or
+        those replayed from its residual set. With `readout`:
 
         "head": hc_head, norm, head (equals the logits at the last layer). "mean": the mean of the streams. "each": one per stream.
         "final_pre": the streams collapsed with the readout weights that this run's last layer got.
         """
         if readout not in READOUTS:
             raise ValueError(f"readout={readout!r}: expected one of {', '.join(READOUTS)}")
-        wanted = ["layers.*.layer_output", *(["readout_weights"] if readout == "final_pre" else [])]
-        _, cache = self.run_with_cache(input, wanted, pos=pos, **run)
+        if isinstance(input, ActivationCache):
+            if run:
+                raise TypeError(f"logit_lens of a cache makes no run and takes no {', '.join(run)}")
+            cache = input if input.positions.dim() == 2 else input.add_batch_dim()
+        else:
+            wanted = ["layers.*.layer_output", *(["readout_weights"] if readout == "final_pre" else [])]
+            _, cache = self.run_with_cache(input, wanted, pos=pos, **run)
         streams = {i: cache["layer_output", i] for i in range(self.num_layers) if ("layer_output", i) in cache}
+        streams = streams or cache.residual.streams("layer_output")
         with torch.no_grad():
             read = {
                 "head": lambda x: self.project_on_vocab(x, readout="head"),

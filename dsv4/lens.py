@@ -27,10 +27,13 @@ class Lens:
         return best.values, best.indices
 
     def words(self, layer: int, k: int = 5) -> list[tuple[str, float]]:
-        """The k best tokens of the first row's last token read at `layer` (of the last stream with readout "each")."""
-        values, ids = self.top(k)
-        at = self.layers.index(layer)
-        values, ids = values[at, 0].reshape(-1, values.shape[-1])[-1], ids[at, 0].reshape(-1, ids.shape[-1])[-1]
+        """The k best tokens of the first row's last real token read at `layer` (of the last stream with readout "each")."""
+        logits = self.logits[self.layers.index(layer), 0]
+        if self.logits.dim() - (self.readout == "each") == 4:
+            real = (self.positions[0] >= 0).nonzero().flatten()
+            logits = logits[real[-1] if len(real) else -1]
+        logits = logits[-1] if self.readout == "each" else logits
+        values, ids = logits.softmax(-1).topk(min(k, logits.shape[-1]))
         return [(self._word(int(i)), float(v)) for v, i in zip(values, ids, strict=True)]
 
     def _word(self, token: int) -> str:

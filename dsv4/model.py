@@ -15,19 +15,21 @@ from dsv4.ablation import Ablating
 from dsv4.block import Block
 from dsv4.call import Call, plan
 from dsv4.config import Dsv4Config
+from dsv4.freezing import Freezing
 from dsv4.generate import Generating
 from dsv4.hooks import HookPoint, Probed
 from dsv4.hyper_connection import HyperHead
 from dsv4.inputs import Input, resolve
-from dsv4.freezing import Freezing
 from dsv4.interventions import Interventions
 from dsv4.kernels.hyper_connection import collapse
 from dsv4.kernels.numeric import wide
+from dsv4.knockout import KnockingOut
 from dsv4.kv_cache import KVCache
 from dsv4.linear import Linear
 from dsv4.loading import NO_TOKENIZER, Loading
 from dsv4.norm import RMSNorm
 from dsv4.rope import Rotary
+from dsv4.splicing import Splicing
 from dsv4.stage import Span, Stage
 from dsv4.watch import Watching
 
@@ -45,7 +47,7 @@ class Head(Linear):
         return torch.cat([nn.functional.linear(x, rows.to(x.dtype)) for rows in self.weight.split(HEAD_ROWS)], dim=-1)
 
 
-class Dsv4(Watching, Interventions, Ablating, Freezing, Generating, Loading, Probed):
+class Dsv4(Watching, Interventions, Ablating, Freezing, KnockingOut, Splicing, Generating, Loading, Probed):
     """The model. Build it with `from_pretrained`, `from_config` or `from_transformers`.
 
     Calling it returns logits [b, s, vocab] float32. Values are named by their module path (`model.hook_dict`); read them with
@@ -128,7 +130,7 @@ class Dsv4(Watching, Interventions, Ablating, Freezing, Generating, Loading, Pro
                 past = [0] * inputs.size[0] if kv_cache is None else kv_cache.length.tolist()
                 call = plan(self.config, self.rotary, inputs.ids, inputs.valid, past)
                 self.input_size = inputs.size
-                self.stage.begin(call)
+                self.stage.begin(call, kv_cache)
                 out = self.run(call, inputs.hidden, start, stop, keep, kv_cache)
                 self.stage.warn_unreached(Span(start_at_layer, stop, self.skipped, inputs.ids is not None))
                 if kv_cache is not None:

@@ -28,12 +28,12 @@ class MoeAnalysis:
     def usage(self, layers: int | Iterable[int] | None = None) -> ByLayer:
         """{layer: [E] int64}: slots that went to each expert; sums to tokens * top_k."""
         chosen = self._layers(layers, ["expert_indices"], "usage")
-        return ByLayer({i: self._sums(i, torch.ones_like) for i in chosen}, "slots per expert", "E")
+        return ByLayer({i: self._sums(i, torch.ones_like) for i in chosen}, "slots per expert", "E", self.read)
 
     def load(self, layers: int | Iterable[int] | None = None) -> ByLayer:
         """{layer: [E] float32}: routing weight that went to each expert; sums to tokens * routed_scaling_factor, unless edited."""
         chosen = self._layers(layers, ["expert_weights", "expert_indices"], "load")
-        return ByLayer({i: self._sums(i, lambda _, i=i: self._real("expert_weights", i)) for i in chosen}, "weight per expert", "E")
+        return ByLayer({i: self._sums(i, lambda _, i=i: self._real("expert_weights", i)) for i in chosen}, "weight per expert", "E", self.read)
 
     def entropy(self, of: str = "weights", layers: int | Iterable[int] | None = None) -> ByLayer:
         """In nats. of="weights": {layer: [b s]}, over the slots of each token, NaN at padding; "usage" or "load": {layer: []}, over
@@ -42,9 +42,9 @@ class MoeAnalysis:
         if of not in ENTROPIES:
             raise ValueError(f"of={of!r}: expected one of {', '.join(ENTROPIES)}")
         if of != "weights":
-            return ByLayer({i: _entropy(v) for i, v in getattr(self, of)(layers).items()}, f"entropy of {of}", "")
+            return ByLayer({i: _entropy(v) for i, v in getattr(self, of)(layers).items()}, f"entropy of {of}", "", self.read)
         chosen = self._layers(layers, ["expert_weights"], "entropy")
-        return ByLayer({i: self._per_token(_entropy(self.read.of("expert_weights", i))) for i in chosen}, "entropy of weights", "b s")
+        return ByLayer({i: self._per_token(_entropy(self.read.of("expert_weights", i))) for i in chosen}, "entropy of weights", "b s", self.read)
 
     def coactivation(self, layers: int | Iterable[int] | None = None) -> ByLayer:
         """{layer: [E E] int64}: tokens that went to both experts; on the diagonal, to the expert at all."""
@@ -53,7 +53,7 @@ class MoeAnalysis:
             indices = self._real("expert_indices", i)
             used = torch.zeros(len(indices), self._experts(i), dtype=torch.float64, device=indices.device).scatter_(-1, indices, 1.0)
             values[i] = (used.T @ used).long()
-        return ByLayer(values, "tokens per pair of experts", "E E")
+        return ByLayer(values, "tokens per pair of experts", "E E", self.read)
 
     def router_margin(self, layers: int | Iterable[int] | None = None) -> ByLayer:
         """{layer: [b s]}: the last chosen selection score minus the first left out; inf where all experts are chosen, NaN at padding.
@@ -63,7 +63,10 @@ class MoeAnalysis:
         scored = [i for i in self.read.layers if self.read.model.layers[i].mlp.scoring != "hash"]
         if layers is None and not any(i in self.read.holding("router_selection_scores") for i in scored):
             self.read.require_layers(["router_selection_scores"], scored, "router_margin")
-        chosen = self._layers(layers, ["router_selection_scores"], "router_margin") if scored or layers is not None else []
+        for i in [layers] if isinstance(layers, int) else layers or ():
+            if i in self.read.layers and i not in scored:
+                raise ValueError(f"router_margin: layer {i} is a hash block, which chooses by token id and by no score")
+        chosen = self._layers(layers, ["router_selection_scores"], "router_margin") if scored else []
         values = {}
         for i in chosen:
             scores, k = self.read.of("router_selection_scores", i), self.read.model.top_k
@@ -73,7 +76,7 @@ class MoeAnalysis:
                 best = topk_lowest(scores, k + 1)[0]
                 margin = best[..., k - 1] - best[..., k]
             values[i] = self._per_token(margin)
-        return ByLayer(values, "router margin", "b s")
+        return ByLayer(values, "router margin", "b s", self.read)
 
     def _layers(self, layers: int | Iterable[int] | None, leaves: list[str], what: str) -> list[int]:
         if layers is None:

@@ -35,7 +35,7 @@ class Positions:
     """
 
     def __init__(self, pos: Pos, what: str = "pos"):
-        self.given, self.what = as_pos(pos), what
+        self.given, self.what = as_pos(pos, what), what
         if isinstance(self.given, slice) and (self.given.step or 1) < 1:
             raise ValueError(f"{what}={pos}: expected a slice with a step of at least 1")
         self._asked = self._met = False

@@ -103,12 +103,12 @@ class ByLayer(dict[int, Tensor]):
     """{layer: value}, with what it is: printable as one line per layer, stackable where shapes agree.
 
     Attributes:
-        axes: of each value. valid: [b s] bool, for the means that are printed; None where the values have no token axis.
+        title: what the values are. axes: of each value, before the axes that the cache dropped were taken out.
     """
 
-    def __init__(self, values: dict[int, Tensor], title: str, axes: str):
+    def __init__(self, values: dict[int, Tensor], title: str, axes: str, read: Reading):
         super().__init__(values)
-        self.title, self.axes = title, axes
+        self.title, self.axes, self._read = title, axes, read
 
     @property
     def layers(self) -> list[int]:
@@ -119,13 +119,24 @@ class ByLayer(dict[int, Tensor]):
         return torch.stack(list(self.values()))
 
     def __str__(self) -> str:
-        rows = [(i, _summary(value)) for i, value in self.items()]
+        rows = [(i, _summary(self.real(i))) for i in self]
         return per_layer_table(f"{self.title} [{self.axes}]", rows, ("mean", "smallest", "largest"))
 
     __repr__ = __str__
 
+    def real(self, layer: int) -> Tensor:
+        """[tokens ...]: the values of real tokens, in order; all there is where the value has no token axis."""
+        value, words = self[layer], self.axes.split()
+        if "s" not in words:
+            return value
+        dropped = {"b": not self._read.has_rows, "s": not self._read.has_tokens}
+        for i, word in enumerate(words):
+            if dropped.get(word):
+                value = value.unsqueeze(i)
+        return value.movedim((words.index("b"), words.index("s")), (0, 1))[self._read.valid.to(value.device)]
+
 
 def _summary(value: Tensor) -> tuple[float, float, float]:
-    """Of the finite values: padding is NaN."""
+    """Of the finite values."""
     finite = value[value.isfinite()].double() if value.is_floating_point() else value.double()
     return (finite.mean().item(), finite.min().item(), finite.max().item()) if finite.numel() else (float("nan"),) * 3

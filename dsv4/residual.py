@@ -136,8 +136,14 @@ class Residual:
         parts = self.decompose(at)
         return Decomposition(parts.at, parts.labels, parts.values.cumsum(0))
 
-    def streams(self, at: str) -> Tensor:
-        """[b s n hidden] in the model's dtype: streams that were not captured, replayed from what was ("layers.3.layer_output")."""
+    def streams(self, at: str) -> Tensor | dict[int, Tensor]:
+        """[b s n hidden] in the model's dtype: streams that were not captured, replayed from what was ("layers.3.layer_output").
+
+        A last part alone ("layer_output") gives {layer: streams} of every layer, in one replay.
+        """
+        if at in STREAMS:
+            self._until(self.read.layers[-1], at)
+            return {layer: self.read.drop(mix.now) for layer, step, mix in self._walk(replay=True, edits=True) if step == at}
         layer, leaf = self._place(at)
         if leaf not in STREAMS:
             raise ValueError(f"streams: {at!r} is one vector per token; use decompose({at!r}).total")

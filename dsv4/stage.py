@@ -41,23 +41,29 @@ class Span:
         """Why a run over this span does not reach a value; None when it does."""
         if name == "input_ids":
             return None if self.has_ids else "the call was given no input_ids"
-        if self.start is not None and (name == "token_embeddings" or (layer is not None and layer < self.start)):
+        if self.start is not None and (
+            name == "token_embeddings" or (layer is not None and layer < self.start)
+        ):
             return f"start_at_layer={self.start}"
-        if self.stop is not None and name not in BEFORE_BLOCKS and (layer is None or layer >= self.stop):
+        if (
+            self.stop is not None
+            and name not in BEFORE_BLOCKS
+            and (layer is None or layer >= self.stop)
+        ):
             return f"stop_at_layer={self.stop}"
         return f"skip_layers({sorted(self.skipped)})" if layer in self.skipped else None
 
 
 class Stage:
     """Attributes:
-    call: the Call in progress, None outside a run. step: decoding step. runs: how many runs were begun.
+    call: the Call in progress, None outside a run; kv: its KVCache or None. step: decoding step. runs: how many runs were begun.
     captures: told of each call before its first value. handles: hooks attached now, in the order added.
     kept: [b n] columns that logits_to_keep left, None when it left all.
     edited: names of the values that the run in progress, or the last one, had replaced or written into, in order.
     """
 
     def __init__(self):
-        self.call = None
+        self.call = self.kv = None
         self.kept: Tensor | None = None
         self.step = 0
         self.runs = 0
@@ -88,14 +94,14 @@ class Stage:
         try:
             yield
         finally:
-            self.call = self.kept = None
+            self.call = self.kv = self.kept = None
             with _CLAIM:
                 self._running = False
                 self._free()
 
-    def begin(self, call) -> None:
+    def begin(self, call, kv=None) -> None:
         """The call's positions are known: captures fix their columns."""
-        self.call, self.kept = call, None
+        self.call, self.kv, self.kept = call, kv, None
         for capture in self.captures:
             capture.begin(call)
 
@@ -106,7 +112,9 @@ class Stage:
             kind, otherwise = UNREACHED[handle.direction]
             why = span.missing(name, layer) or otherwise
             # The caller's line lies above this function, forward and the two frames of Module.__call__.
-            warnings.warn(f"the {kind} at {name} never fired in this run: {why}", UserWarning, stacklevel=5)
+            warnings.warn(
+                f"the {kind} at {name} never fired in this run: {why}", UserWarning, stacklevel=5
+            )
 
     @contextmanager
     def replay(self, call, step: int) -> Iterator[None]:

@@ -13,9 +13,22 @@ from dsv4.model import Dsv4
 from dsv4.values import VALUES
 
 # Values of the indexer decide and are not added to anything: to feel an edit, a choice has to change.
-CHOOSING = ("router_selection_scores", "indexer_queries", "indexer_keys", "indexer_head_weights", "indexer_head_scores", "indexer_scores")
+CHOOSING = (
+    "router_selection_scores",
+    "indexer_queries",
+    "indexer_keys",
+    "indexer_head_weights",
+    "indexer_head_scores",
+    "indexer_scores",
+)
 # Values that the model reads nowhere: they are for looking at.
-LEAVES = ("input_ids", "attention_mask", "next_token_probs", "attention_key_positions", "attention_sink_probability")
+LEAVES = (
+    "input_ids",
+    "attention_mask",
+    "next_token_probs",
+    "attention_key_positions",
+    "attention_sink_probability",
+)
 
 
 def every_kind(**overrides) -> Dsv4Config:
@@ -87,4 +100,8 @@ def calls_counted(model: Dsv4) -> Iterator[list[str]]:
 
 def spelled(model: Dsv4) -> list[str]:
     """Paths of the modules that would take the spelled-out way now."""
-    return [path for path, module in model.named_modules() if isinstance(module, Probed) and module.spelled_out]
+    return [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, Probed) and module.spelled_out
+    ]

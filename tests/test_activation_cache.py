@@ -40,7 +40,9 @@ def test_by_leaf_and_layer(cache):
     assert cache["layer_output", 3] is cache["layers.3.layer_output"]
     assert cache["expert_weights", 4] is cache["layers.4.mlp.expert_weights"]
     assert cache["mlp.expert_weights", 4] is cache["layers.4.mlp.expert_weights"]
-    assert cache["indexer_scores", 1] is cache["layers.1.self_attn.compressor.indexer.indexer_scores"]
+    assert (
+        cache["indexer_scores", 1] is cache["layers.1.self_attn.compressor.indexer.indexer_scores"]
+    )
     assert cache["layer_output", -1] is cache["layers.5.layer_output"]
     assert ("layer_output", 3) in cache
     assert ("layer_output", 6) not in cache
@@ -82,7 +84,9 @@ def test_stack(cache):
     assert torch.equal(stacked[3], cache["layer_output", 3])
     assert cache.stack("mlp.expert_weights").shape == (6, 2, 19, 2)
     # Only the layers that have it, in order.
-    assert torch.equal(cache.stack("router_selection_scores")[1], cache["router_selection_scores", 4])
+    assert torch.equal(
+        cache.stack("router_selection_scores")[1], cache["router_selection_scores", 4]
+    )
     with pytest.raises(ValueError, match="differs in shape between layers"):
         cache.stack("attention_scores")
     for wrong in ("logits", "output", "nothing"):
@@ -114,7 +118,9 @@ def test_remove_batch_dim(cache):
     assert flat.stack("layer_output").shape == (6, 19, 4, 32)
     assert ("layer_output", -1) in flat
     with torch.no_grad():
-        torch.testing.assert_close(MODEL.project_on_vocab(flat["layer_output", 5], readout="head"), logits[0])
+        torch.testing.assert_close(
+            MODEL.project_on_vocab(flat["layer_output", 5], readout="head"), logits[0]
+        )
     assert flat.remove_batch_dim().axes == flat.axes
     _, last = MODEL.run_with_cache(IDS[0], "layers.*.layer_output", pos=-1)
     assert last.remove_batch_dim()["layer_output", 0].shape == (4, 32)
@@ -156,7 +162,12 @@ def test_values_are_read_when_asked_for(cache, tmp_path):
 
 
 def test_save_without_positions_and_with_empty_values(tmp_path):
-    values = {"logits": torch.randn(1, 2, 3), "layers.1.self_attn.compressor.compressed_entries": torch.zeros(1, 0, 4, dtype=torch.bfloat16)}
+    values = {
+        "logits": torch.randn(1, 2, 3),
+        "layers.1.self_attn.compressor.compressed_entries": torch.zeros(
+            1, 0, 4, dtype=torch.bfloat16
+        ),
+    }
     axes = {"logits": "b s vocab", "layers.1.self_attn.compressor.compressed_entries": "b e_new D"}
     ActivationCache(values, axes).save(tmp_path / "x")
     loaded = ActivationCache.load(tmp_path / "x")
@@ -183,17 +194,21 @@ def test_another_file_is_no_cache(tmp_path):
 
 
 def test_a_writer_that_is_left_by_an_error_leaves_nothing(tmp_path):
-    with pytest.raises(KeyError), StreamWriter(tmp_path / "x", {"logits": "b s vocab"}) as writer:
-        writer.write("logits", torch.zeros(1, 2, 3))
-        assert len(os.listdir(tmp_path)) == 1
-        raise KeyError
+    def fail():
+        with StreamWriter(tmp_path / "x", {"logits": "b s vocab"}) as writer:
+            writer.write("logits", torch.zeros(1, 2, 3))
+            assert len(os.listdir(tmp_path)) == 1
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
     assert os.listdir(tmp_path) == []
 
 
 def test_the_header_has_room_for_very_long_names(tmp_path):
     names = [f"layers.{i}." + "\u00e9" * 200 for i in range(50)]
     values = {n: torch.zeros(1, 1, 1, 1, 1, 1, dtype=torch.int64) for n in names}
-    ActivationCache(values, {n: "b s a b c d" for n in names}).save(tmp_path / "x")
+    ActivationCache(values, dict.fromkeys(names, "b s a b c d")).save(tmp_path / "x")
     assert ActivationCache.load(tmp_path / "x").names == names
     with (tmp_path / "x").open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
@@ -203,7 +218,12 @@ def test_the_header_has_room_for_very_long_names(tmp_path):
 
 def test_lists_of_steps():
     """Values of a generation whose key axis grows are one tensor per step."""
-    _, cache = MODEL.generate(IDS[:1], max_new_tokens=3, names=["layers.1.self_attn.attention_keys", "layers.1.layer_output"], eos_token_id=None)
+    _, cache = MODEL.generate(
+        IDS[:1],
+        max_new_tokens=3,
+        names=["layers.1.self_attn.attention_keys", "layers.1.layer_output"],
+        eos_token_id=None,
+    )
     keys = cache["attention_keys", 1]
     assert isinstance(keys, list)
     assert [k.device.type for k in cache.to("meta")["attention_keys", 1]] == ["meta"] * 3

@@ -10,7 +10,11 @@ from dsv4 import Dsv4, Dsv4Config
 CONFIG = Dsv4Config.tiny(
     layer_types=[
         *("sliding_attention", "sliding_attention", "compressed_sparse_attention"),
-        *("heavily_compressed_attention", "compressed_sparse_attention", "heavily_compressed_attention"),
+        *(
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+        ),
     ],
     mlp_layer_types=["hash_moe"] * 3 + ["moe"] * 3,
     head_dim=128,
@@ -67,11 +71,15 @@ def test_the_identity_is_the_blocks_formula(model, prompt, layer):
 
 def test_zeroing_the_output_is_zeroing_its_weights(model, prompt):
     for layer in (1, 3, 4):
-        one = model.run_with_hooks(prompt, [(f"layers.{layer}.self_attn.attention_output", torch.zeros_like)])
+        one = model.run_with_hooks(
+            prompt, [(f"layers.{layer}.self_attn.attention_output", torch.zeros_like)]
+        )
         other = model.run_with_hooks(prompt, [(f"layers.{layer}.attention_post", torch.zeros_like)])
         torch.testing.assert_close(one, other)
         # The mixing is left.
-        assert not torch.allclose(one, model.run_with_hooks(prompt, [(f"layers.{layer}.layer_mid", torch.zeros_like)]))
+        assert not torch.allclose(
+            one, model.run_with_hooks(prompt, [(f"layers.{layer}.layer_mid", torch.zeros_like)])
+        )
 
 
 def test_the_readout_collapses_the_streams(model, prompt):
@@ -98,7 +106,14 @@ def test_keys_are_values(model, prompt):
 
 def test_selection_and_key_lengths_on_a_13_token_prompt(model, prompt):
     attn = "layers.2.self_attn"
-    _, cache = model.run_with_cache(prompt, [f"{attn}.compressor.indexer.indexer_selection", f"{attn}.attention_keys", f"{attn}.attention_probabilities"])
+    _, cache = model.run_with_cache(
+        prompt,
+        [
+            f"{attn}.compressor.indexer.indexer_selection",
+            f"{attn}.attention_keys",
+            f"{attn}.attention_probabilities",
+        ],
+    )
     sel, k = cache["indexer_selection", 2], cache["attention_keys", 2]
     assert sel.shape == (1, 13, min(CONFIG.index_topk, 3))
     assert k.shape == (1, 1, 13 + 13 // 4, 128)
@@ -119,15 +134,19 @@ def test_selection_and_key_lengths_on_a_13_token_prompt(model, prompt):
 def test_the_mixture(model, prompt, layer):
     moe = f"layers.{layer}.mlp"
     _, cache = model.run_with_cache(prompt, f"{moe}.*")
-    logits, w, idx = (cache[f"{moe}.{n}"] for n in ("router_logits", "expert_weights", "expert_indices"))
-    routed, shared, out = (cache[f"{moe}.{n}"] for n in ("routed_output", "shared_expert_output", "mlp_output"))
+    logits, w, idx = (
+        cache[f"{moe}.{n}"] for n in ("router_logits", "expert_weights", "expert_indices")
+    )
+    routed, shared, out = (
+        cache[f"{moe}.{n}"] for n in ("routed_output", "shared_expert_output", "mlp_output")
+    )
 
     chosen = F.softplus(logits).sqrt().gather(-1, idx)
     scale = model.config.routed_scaling_factor
     torch.testing.assert_close(w, chosen / chosen.sum(-1, keepdim=True) * scale)
     torch.testing.assert_close(routed + shared, out)
 
-    assert model.layers[layer].mlp.SCORING == ("hash" if layer == 1 else "sqrtsoftplus")
+    assert ("hash" if layer == 1 else "sqrtsoftplus") == model.layers[layer].mlp.SCORING
     if layer == 1:
         assert torch.equal(idx, model.layers[1].mlp.router.tid2eid[prompt])
 
@@ -141,7 +160,9 @@ def test_expert_ablation(model, prompt):
         return weights.masked_fill(idx == e, 0)
 
     with model.hooks([("layers.4.mlp.expert_weights", ablate)]):
-        _, after = model.run_with_cache(prompt, ["layers.4.layer_output", "layers.4.mlp.routed_output"])
+        _, after = model.run_with_cache(
+            prompt, ["layers.4.layer_output", "layers.4.mlp.routed_output"]
+        )
     ablated, before = after["layer_output", 4], cache["layer_output", 4]
     assert ablated[:, -1, -1].shape == ablated[:, -1].mean(-2).shape == (1, model.hidden_size)
     assert not torch.equal(ablated[:, -1], before[:, -1])
@@ -156,7 +177,12 @@ def test_steer_and_skip(model, prompt):
     _, before = model.run_with_cache(prompt, "layers.3.layer_output")
     with model.steer(vector, layers=3):
         _, after = model.run_with_cache(prompt, "layers.3.layer_output")
-    torch.testing.assert_close(after["layer_output", 3] - before["layer_output", 3], vector.expand(1, 13, 4, -1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        after["layer_output", 3] - before["layer_output", 3],
+        vector.expand(1, 13, 4, -1),
+        rtol=1e-4,
+        atol=1e-5,
+    )
     with model.skip_layers(range(2, 4)):
         _, skipped = model.run_with_cache(prompt, ["layers.1.layer_output", "layers.4.layer_input"])
     assert torch.equal(skipped["layer_output", 1], skipped["layer_input", 4])

@@ -65,7 +65,9 @@ def in_place(write):
 # At every point.
 
 
-@pytest.mark.parametrize("layer", [None, 0, 4, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2, 3, 5))])
+@pytest.mark.parametrize(
+    "layer", [None, 0, 4, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2, 3, 5))]
+)
 def test_writing_in_place_is_returning(layer):
     """At every point, with and without autograd, in inference mode, and through .data, which leaves no trace in the version."""
     modes = [torch.no_grad, torch.enable_grad, torch.inference_mode]
@@ -103,7 +105,9 @@ def test_keys_and_values_are_one_tensor_until_one_is_replaced(layer, plain):
         assert torch.equal(before[keys], before[values])
         in_keys = run([(keys, double)])
         assert torch.equal(in_keys, run([(values, double)]))
-        assert torch.equal(in_keys, run([(keys, lambda v, hook: 2 * v), (values, lambda v, hook: 2 * v)]))
+        assert torch.equal(
+            in_keys, run([(keys, lambda v, hook: 2 * v), (values, lambda v, hook: 2 * v)])
+        )
         assert not torch.equal(in_keys, run([(keys, lambda v, hook: 2 * v)]))
         assert not torch.equal(in_keys, run([(values, lambda v, hook: 2 * v)]))
         run([(keys, look), (values, look)])
@@ -139,7 +143,9 @@ def test_gradients_of_keys_and_values_are_apart():
         logits = run(hooks, bwd_hooks=[([keys, values], keep)])
         logits[REAL].square().sum().backward()
         with MODEL.hooks(hooks):
-            logits, cache = MODEL.run_with_cache(IDS, [keys, values], attention_mask=MASK, detach=False)
+            logits, cache = MODEL.run_with_cache(
+                IDS, [keys, values], attention_mask=MASK, detach=False
+            )
         expected = torch.autograd.grad(logits[REAL].square().sum(), [cache[keys], cache[values]])
         torch.testing.assert_close([grads[keys], grads[values]], list(expected))
         assert not torch.allclose(*expected)
@@ -182,13 +188,18 @@ def test_every_point_tells_what_it_is():
         assert isinstance(hook, HookPoint)
         assert hook is MODEL.hook_dict[hook.name]
         assert MODEL.get_submodule(hook.name) is hook
-        assert (hook.layout, hook.axes) == (MODEL.support()[hook.name].layout, MODEL.support()[hook.name].axes)
+        assert (hook.layout, hook.axes) == (
+            MODEL.support()[hook.name].layout,
+            MODEL.support()[hook.name].axes,
+        )
         assert value.dim() == len(hook.axes.split())
         assert hook.step == 0
         assert hook.positions.tolist() == [list(range(19)), [-1] * 6 + list(range(13))]
         assert torch.equal(hook.valid, REAL)
         assert hook.description
-        assert hook.layer == (int(hook.name.split(".")[1]) if hook.name.startswith("layers.") else None)
+        assert hook.layer == (
+            int(hook.name.split(".")[1]) if hook.name.startswith("layers.") else None
+        )
 
     run([("**", look)])
     # Each exactly once, in the order of hook_dict.
@@ -235,7 +246,12 @@ def test_hooks_run_in_the_order_added_and_prepend_goes_first():
     for handle in handles:
         handle.remove()
     order.clear()
-    with MODEL.hooks([(OUTPUT, named("a", lambda v: v)), ("layers.*.self_attn.attention_output", named("b", lambda v: v))]):
+    with MODEL.hooks(
+        [
+            (OUTPUT, named("a", lambda v: v)),
+            ("layers.*.self_attn.attention_output", named("b", lambda v: v)),
+        ]
+    ):
         handle = MODEL.add_hook(OUTPUT, named("c", lambda v: None), prepend=True)
         MODEL(IDS)
         handle.remove()
@@ -333,10 +349,16 @@ def test_a_written_selection_is_a_set():
         none = written(torch.full_like(chosen, -1))
         # A query without entries sees the window alone.
         with MODEL.hooks([(SELECTION, lambda v, hook: torch.full_like(v, -1))]):
-            _, cache = MODEL.run_with_cache(IDS, "layers.1.self_attn.attention_probabilities", attention_mask=MASK)
+            _, cache = MODEL.run_with_cache(
+                IDS, "layers.1.self_attn.attention_probabilities", attention_mask=MASK
+            )
         assert cache["attention_probabilities", 1][..., 19:].abs().max() == 0
         assert torch.equal(none, run([(SCORES, lambda v, hook: v - float("inf"))]))
-        for entry, said in ((4, "numbered from 0"), (-2, r"\[0, 3, 0\] = -2"), (3, r"\[0, 3, 0\] = 3: that query may keep 1 of 4 entries")):
+        for entry, said in (
+            (4, "numbered from 0"),
+            (-2, r"\[0, 3, 0\] = -2"),
+            (3, r"\[0, 3, 0\] = 3: that query may keep 1 of 4 entries"),
+        ):
             wrong = chosen.clone()
             wrong[0, 3, 0] = entry
             with pytest.raises(ValueError, match=said):
@@ -417,12 +439,19 @@ def test_what_is_not_accepted(make, error, said, plain):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_a_floating_dtype_is_cast_back(dtype):
-    for name in (OUTPUT, "layers.1.self_attn.attention_scores", "logits", "layers.0.mlp.expert_weights"):
+    for name in (
+        OUTPUT,
+        "layers.1.self_attn.attention_scores",
+        "logits",
+        "layers.0.mlp.expert_weights",
+    ):
         with torch.no_grad():
             with MODEL.hooks([(name, lambda v, hook: v.to(dtype))]):
                 logits, cache = MODEL.run_with_cache(IDS, name)
             assert cache[name].dtype == torch.float32
-            assert torch.equal(logits, MODEL.run_with_hooks(IDS, [(name, lambda v, hook: v.to(dtype).float())]))
+            assert torch.equal(
+                logits, MODEL.run_with_hooks(IDS, [(name, lambda v, hook: v.to(dtype).float())])
+            )
 
 
 def test_integers_only_if_they_fit():
@@ -430,16 +459,20 @@ def test_integers_only_if_they_fit():
     with torch.no_grad():
         expected = run([(name, changed)])
         for dtype in (torch.int32, torch.int16, torch.uint8, torch.uint64):
-            assert torch.equal(run([(name, lambda v, hook: changed(v, hook).to(dtype))]), expected)
+            assert torch.equal(run([(name, lambda v, hook, to=dtype: changed(v, hook).to(to))]), expected)
         huge = torch.full((2, 19, 2), 2**64 - 1, dtype=torch.uint64)
         with pytest.raises(ValueError, match=r"torch.uint64 values that do not fit torch.int64"):
             run([(name, lambda v, hook: huge)])
         for dtype in (torch.float32, torch.bool):
-            with pytest.raises(TypeError, match=f"returned dtype {dtype}; the value is torch.int64"):
-                run([(name, lambda v, hook: v.to(dtype))])
+            with pytest.raises(
+                TypeError, match=f"returned dtype {dtype}; the value is torch.int64"
+            ):
+                run([(name, lambda v, hook, to=dtype: v.to(to))])
         for wrong in (-1, MODEL.num_experts):
-            with pytest.raises(ValueError, match=f"{name} was given expert {wrong}; expected 0 <= id < 8"):
-                run([(name, lambda v, hook: torch.full_like(v, wrong))])
+            with pytest.raises(
+                ValueError, match=f"{name} was given expert {wrong}; expected 0 <= id < 8"
+            ):
+                run([(name, lambda v, hook, wrong=wrong: torch.full_like(v, wrong))])
 
 
 class Keyword:
@@ -491,7 +524,9 @@ FORMS = [
 @pytest.mark.parametrize("fn", FORMS, ids=lambda fn: getattr(fn, "__name__", type(fn).__name__))
 def test_forms_of_hook_functions(fn):
     with torch.no_grad():
-        assert torch.equal(run([(OUTPUT, fn)]), run([(OUTPUT, lambda value, hook: torch.zeros_like(value))]))
+        assert torch.equal(
+            run([(OUTPUT, fn)]), run([(OUTPUT, lambda value, hook: torch.zeros_like(value))])
+        )
 
 
 def test_what_is_no_hook_function():
@@ -517,16 +552,24 @@ def test_gradient_hooks_see_replace_and_write():
 
     def gradients(hook_function):
         MODEL.zero_grad()
-        logits = MODEL.run_with_hooks(IDS, bwd_hooks=[(name, hook_function)] if hook_function else [])
+        logits = MODEL.run_with_hooks(
+            IDS, bwd_hooks=[(name, hook_function)] if hook_function else []
+        )
         (logits * weights).sum().backward()
         return {n: p.grad.clone() for n, p in MODEL.named_parameters() if p.grad is not None}
 
     plain = gradients(None)
-    looked = gradients(lambda grad, hook: seen.append((hook.name, hook.positions.tolist(), grad.clone())))
+    looked = gradients(
+        lambda grad, hook: seen.append((hook.name, hook.positions.tolist(), grad.clone()))
+    )
     assert seen[0][:2] == (name, [list(range(19))] * 2)
     for key in plain:
         torch.testing.assert_close(looked[key], plain[key], rtol=1e-5, atol=1e-6)
-    for zero in (lambda grad, hook: torch.zeros_like(grad), in_place(lambda grad: grad.mul_(0)), torch.zeros_like):
+    for zero in (
+        lambda grad, hook: torch.zeros_like(grad),
+        in_place(lambda grad: grad.mul_(0)),
+        torch.zeros_like,
+    ):
         stopped = gradients(zero)
         for key, value in stopped.items():
             early = key.startswith(("embed_tokens", "layers.0.", "layers.1.", "layers.2."))
@@ -588,7 +631,10 @@ def test_gradient_hooks_belong_to_the_graphs_made_while_attached():
 
 def test_gradients_twice_over_one_forward():
     seen = []
-    logits = MODEL.run_with_hooks(IDS, bwd_hooks=[("layers.*.layer_output", lambda g, hook: seen.append((hook.layer, g.clone())))])
+    logits = MODEL.run_with_hooks(
+        IDS,
+        bwd_hooks=[("layers.*.layer_output", lambda g, hook: seen.append((hook.layer, g.clone())))],
+    )
     loss = logits.square().mean()
     loss.backward(retain_graph=True)
     loss.backward()
@@ -601,11 +647,18 @@ def test_gradients_twice_over_one_forward():
 
 
 def test_integers_have_no_gradient():
-    for name in ("layers.4.mlp.expert_indices", "layers.1.self_attn.compressor.indexer.indexer_selection", "input_ids"):
+    for name in (
+        "layers.4.mlp.expert_indices",
+        "layers.1.self_attn.compressor.indexer.indexer_selection",
+        "input_ids",
+    ):
         with pytest.raises(TypeError, match=f"{name} holds integers and has no gradient"):
             MODEL.add_hook(name, nothing, dir="bwd")
     # A pattern is attached at all of its points or at none.
-    for attach in (lambda: MODEL.add_hook("layers.0.mlp.*", nothing, dir="bwd"), lambda: run(bwd_hooks=[("layers.0.mlp.*", nothing)])):
+    for attach in (
+        lambda: MODEL.add_hook("layers.0.mlp.*", nothing, dir="bwd"),
+        lambda: run(bwd_hooks=[("layers.0.mlp.*", nothing)]),
+    ):
         with pytest.raises(TypeError, match="expert_indices"):
             attach()
         assert MODEL.list_hooks() == []
@@ -615,7 +668,9 @@ def test_gradients_without_a_parameter_that_requires_one():
     model = watched_model()
     model.requires_grad_(False)
     seen = {}
-    logits = model.run_with_hooks(IDS, bwd_hooks=[("layers.3.layer_output", lambda g, hook: seen.update({hook.name: g}))])
+    logits = model.run_with_hooks(
+        IDS, bwd_hooks=[("layers.3.layer_output", lambda g, hook: seen.update({hook.name: g}))]
+    )
     logits.sum().backward()
     expected = torch.autograd.grad(MODEL.run_with_cache(IDS, [])[0].sum(), MODEL.norm.weight)
     assert expected[0].abs().sum() > 0
@@ -676,7 +731,9 @@ def test_add_hook_by_pattern_list_and_reset(plain):
 def test_nested_contexts_and_the_users_own_hooks_survive():
     calls = []
     own = MODEL.add_hook(OUTPUT, lambda v, hook: calls.append("own"))
-    theirs = MODEL.layers[4].self_attn.attention_output.register_forward_hook(lambda *args: calls.append("torch"))
+    theirs = MODEL.layers[4].self_attn.attention_output.register_forward_hook(
+        lambda *args: calls.append("torch")
+    )
     on_module = MODEL.layers[4].register_forward_hook(lambda *args: calls.append("module"))
 
     def fires(*expected):
@@ -710,11 +767,11 @@ def test_nested_contexts_and_the_users_own_hooks_survive():
         handle.remove()
 
 
-class Stop(Exception):
+class StopError(Exception):
     pass
 
 
-@pytest.mark.parametrize("error", [Stop, KeyboardInterrupt, SystemExit, GeneratorExit])
+@pytest.mark.parametrize("error", [StopError, KeyboardInterrupt, SystemExit, GeneratorExit])
 def test_whatever_a_hook_raises_nothing_is_left(error, plain):
     reached, own = [], MODEL.add_hook(OUTPUT, lambda v, hook: reached.append(hook.name))
 
@@ -734,7 +791,11 @@ def test_whatever_a_hook_raises_nothing_is_left(error, plain):
     for call in bad[1:]:
         with pytest.raises(error), MODEL.hooks([(at, stop)], [("logits", nothing)]):
             call()
-    with pytest.raises(error), MODEL.steer(torch.zeros(MODEL.hidden_size), layers=1), MODEL.skip_layers([0]):
+    with (
+        pytest.raises(error),
+        MODEL.steer(torch.zeros(MODEL.hidden_size), layers=1),
+        MODEL.skip_layers([0]),
+    ):
         raise error
     assert MODEL.list_hooks() == [own]
     assert MODEL.stage.captures == []
@@ -751,9 +812,9 @@ def test_values_before_a_stop_can_be_kept():
     def keep(value, hook):
         kept[hook.name] = value.clone()
         if hook.layer == 2:
-            raise Stop
+            raise StopError
 
-    with pytest.raises(Stop):
+    with pytest.raises(StopError):
         run([("layers.*.layer_output", keep)])
     assert list(kept) == [f"layers.{i}.layer_output" for i in range(3)]
 
@@ -877,18 +938,35 @@ def test_more_reasons_why_a_hook_did_not_fire():
     def warned(match):
         return pytest.warns(UserWarning, match=match)
 
-    with MODEL.skip_layers([1, 2]), warned(r"layers.2.layer_mid never fired in this run: skip_layers\(\[1, 2\]\)"):
+    with (
+        MODEL.skip_layers([1, 2]),
+        warned(r"layers.2.layer_mid never fired in this run: skip_layers\(\[1, 2\]\)"),
+    ):
         run([("layers.2.layer_mid", nothing)])
     streams = MODEL(IDS, stop_at_layer=2)
-    with warned("token_embeddings never fired in this run: start_at_layer=2"), MODEL.hooks([("token_embeddings", nothing)]):
+    with (
+        warned("token_embeddings never fired in this run: start_at_layer=2"),
+        MODEL.hooks([("token_embeddings", nothing)]),
+    ):
         MODEL(streams, start_at_layer=2, input_ids=IDS)
-    with warned("layers.0.layer_output never fired in this run: start_at_layer=2"), MODEL.hooks([("layers.0.layer_output", nothing)]):
+    with (
+        warned("layers.0.layer_output never fired in this run: start_at_layer=2"),
+        MODEL.hooks([("layers.0.layer_output", nothing)]),
+    ):
         MODEL(streams, start_at_layer=2, input_ids=IDS)
     streams = MODEL(IDS, stop_at_layer=3)
-    with warned("input_ids never fired in this run: the call was given no input_ids"), MODEL.hooks([("input_ids", nothing)]):
+    with (
+        warned("input_ids never fired in this run: the call was given no input_ids"),
+        MODEL.hooks([("input_ids", nothing)]),
+    ):
         MODEL(streams, start_at_layer=3)
     for mode in (torch.no_grad, torch.inference_mode):
-        with mode(), warned(f"the gradient hook at {OUTPUT} never fired in this run: no gradient was recorded"):
+        with (
+            mode(),
+            warned(
+                f"the gradient hook at {OUTPUT} never fired in this run: no gradient was recorded"
+            ),
+        ):
             run(bwd_hooks=[(OUTPUT, nothing)])
 
 
@@ -898,7 +976,10 @@ def test_a_hook_added_behind_the_run():
         handles.append(MODEL.add_hook("layers.5.layer_input", nothing))
 
     handles = []
-    with pytest.warns(UserWarning, match="the hook at layers.0.layer_input never fired .* added when the run had passed") as caught:
+    with pytest.warns(
+        UserWarning,
+        match="the hook at layers.0.layer_input never fired .* added when the run had passed",
+    ) as caught:
         run([("layers.2.layer_mid", add)])
     assert len(caught) == 1
     assert [handle.fired for handle in handles] == [0, 1]
@@ -955,7 +1036,11 @@ def test_reading_what_is_free_leaves_the_fused_way(plain, monkeypatch):
         assert torch.equal(logits, plain)
         assert len(fused) == 12
         fused.clear()
-        MODEL.run_with_cache(IDS, ["layers.1.self_attn.attention_scores", "layers.3.mlp.expert_up"], attention_mask=MASK)
+        MODEL.run_with_cache(
+            IDS,
+            ["layers.1.self_attn.attention_scores", "layers.3.mlp.expert_up"],
+            attention_mask=MASK,
+        )
         assert len(fused) == 10
 
 
@@ -971,14 +1056,21 @@ def counting(function, calls):
 
 
 def test_torch_hooks_on_points_act_like_ours(plain):
-    point, name = MODEL.layers[4].self_attn.attention_probabilities, "layers.4.self_attn.attention_probabilities"
+    point, name = (
+        MODEL.layers[4].self_attn.attention_probabilities,
+        "layers.4.self_attn.attention_probabilities",
+    )
     with torch.no_grad():
         expected = run([(name, torch.zeros_like)])
         for register in (
             lambda: point.register_forward_hook(lambda module, args, out: torch.zeros_like(out)),
-            lambda: point.register_forward_hook(lambda module, args, out: [out.zero_()][1:] or None),
+            lambda: point.register_forward_hook(
+                lambda module, args, out: [out.zero_()][1:] or None
+            ),
             lambda: point.register_forward_pre_hook(lambda module, args: torch.zeros_like(args[0])),
-            lambda: point.register_forward_hook(lambda module, args, kwargs, out: out * 0, with_kwargs=True, prepend=True),
+            lambda: point.register_forward_hook(
+                lambda module, args, kwargs, out: out * 0, with_kwargs=True, prepend=True
+            ),
         ):
             handle = register()
             assert torch.equal(MODEL(IDS, attention_mask=MASK), expected)
@@ -1029,12 +1121,16 @@ def test_sublayers_and_blocks_return_tensors():
     ]
     for i, layer in enumerate(MODEL.layers):
         module, value = pairs[i % len(pairs)]
-        handle = module(layer).register_forward_hook(lambda module, args, out: torch.zeros_like(out))
+        handle = module(layer).register_forward_hook(
+            lambda module, args, out: torch.zeros_like(out)
+        )
         with torch.no_grad():
             theirs = MODEL(IDS)
         handle.remove()
         with torch.no_grad():
-            assert torch.equal(theirs, MODEL.run_with_hooks(IDS, [(f"layers.{i}.{value}", torch.zeros_like)]))
+            assert torch.equal(
+                theirs, MODEL.run_with_hooks(IDS, [(f"layers.{i}.{value}", torch.zeros_like)])
+            )
 
 
 def test_points_have_no_state():

@@ -46,7 +46,10 @@ def test_steering_adds_to_every_stream_at_every_position():
 def test_a_vector_in_all_streams_is_carried_on():
     """Columns of comb sum to one: with the writes silenced it arrives at the readout as it was."""
     vector = torch.randn(32)
-    silent = [("layers.*.attention_post", torch.zeros_like), ("layers.*.mlp_post", torch.zeros_like)]
+    silent = [
+        ("layers.*.attention_post", torch.zeros_like),
+        ("layers.*.mlp_post", torch.zeros_like),
+    ]
     with torch.no_grad(), MODEL.hooks(silent):
         _, plain = MODEL.run_with_cache(IDS, "layers.5.layer_output")
         with MODEL.steer(vector, layers=0):
@@ -76,15 +79,23 @@ def test_steering_is_differentiable_and_takes_lists():
         assert torch.equal(MODEL(IDS, attention_mask=MASK), run())
 
 
-@pytest.mark.parametrize("vector", [torch.zeros(31), torch.zeros(1, 32), torch.zeros(32, dtype=torch.int64), [1] * 32])
+@pytest.mark.parametrize(
+    "vector", [torch.zeros(31), torch.zeros(1, 32), torch.zeros(32, dtype=torch.int64), [1] * 32]
+)
 def test_wrong_vectors(vector):
-    with pytest.raises(ValueError, match=r"steer takes a floating vector \[32\]"), MODEL.steer(vector, layers=1):
+    with (
+        pytest.raises(ValueError, match=r"steer takes a floating vector \[32\]"),
+        MODEL.steer(vector, layers=1),
+    ):
         pass
 
 
 @pytest.mark.parametrize("layers", [6, -1, [0, 6], True, "1", 1.0, [None]])
 def test_wrong_layers(layers):
-    for context in (lambda: MODEL.steer(torch.zeros(32), layers=layers), lambda: MODEL.skip_layers(layers)):
+    for context in (
+        lambda: MODEL.steer(torch.zeros(32), layers=layers),
+        lambda: MODEL.skip_layers(layers),
+    ):
         with pytest.raises(ValueError, match="expected 0 <= layer < 6"), context():
             pass
     assert MODEL.list_hooks() == []
@@ -105,7 +116,9 @@ def test_skipped_layers_let_the_streams_through():
             assert torch.equal(MODEL(IDS, attention_mask=MASK), skipped)
         expected = run(stop_at_layer=2)
         assert torch.equal(cache["layer_input", 4], expected)
-        torch.testing.assert_close(MODEL(expected, start_at_layer=4, attention_mask=MASK)[REAL], skipped[REAL])
+        torch.testing.assert_close(
+            MODEL(expected, start_at_layer=4, attention_mask=MASK)[REAL], skipped[REAL]
+        )
         assert not torch.equal(twice, skipped)
         with MODEL.skip_layers(range(6)):
             streams = run(stop_at_layer=6)
@@ -123,7 +136,9 @@ def test_skipped_layers_let_the_streams_through():
 def test_project_on_vocab_of_the_last_streams_is_the_logits(dtype):
     model = watched_model(dtype)
     for ids in (IDS, IDS[:1], IDS[:, :1], IDS[:1, :3]):
-        logits, cache = model.run_with_cache(ids, ["layers.5.layer_output", "readout", "final_norm_output"])
+        logits, cache = model.run_with_cache(
+            ids, ["layers.5.layer_output", "readout", "final_norm_output"]
+        )
         assert torch.equal(model.project_on_vocab(cache["layer_output", 5]), logits)
         assert torch.equal(model.project_on_vocab(cache["layer_output", 5], readout="head"), logits)
         assert torch.equal(model.project_on_vocab(cache["readout"]), logits)
@@ -147,13 +162,16 @@ def test_project_on_vocab_by_axes():
         close(MODEL.project_on_vocab(one), MODEL.lm_head(MODEL.norm(one)))
         assert not torch.allclose(MODEL.project_on_vocab(one), logits)
         # Four axes without a readout: each stream.
-        close(MODEL.project_on_vocab(streams, readout="none")[:, :, 2], MODEL.project_on_vocab(streams[:, :, 2]))
+        close(
+            MODEL.project_on_vocab(streams, readout="none")[:, :, 2],
+            MODEL.project_on_vocab(streams[:, :, 2]),
+        )
         for x, readout, said in (
             (streams[0, 3], None, r"may be streams or not; say readout=\"head\""),
             (collapsed[0, 3], None, "may be streams or not"),
             (streams.unsqueeze(0), None, "may be streams or not"),
-            (collapsed[:, :5], "head", r'needs \[..., 4, 32\]'),
-            (collapsed[0, 0], "head", r'needs \[..., 4, 32\]'),
+            (collapsed[:, :5], "head", r"needs \[..., 4, 32\]"),
+            (collapsed[0, 0], "head", r"needs \[..., 4, 32\]"),
             (streams[..., :31], None, "the last axis must be hidden = 32"),
             (torch.tensor(1.0), None, "the last axis must be hidden = 32"),
             (streams, "mean", 'expected "head"'),
@@ -179,8 +197,13 @@ def test_project_on_vocab_inside_a_hook():
 
 def test_lens_readouts():
     with torch.no_grad():
-        logits, cache = MODEL.run_with_cache(IDS, ["layers.*.layer_output", "readout_weights"], attention_mask=MASK)
-        lenses = {r: MODEL.logit_lens(IDS, readout=r, pos=None, attention_mask=MASK) for r in ("head", "mean", "each", "final_pre")}
+        logits, cache = MODEL.run_with_cache(
+            IDS, ["layers.*.layer_output", "readout_weights"], attention_mask=MASK
+        )
+        lenses = {
+            r: MODEL.logit_lens(IDS, readout=r, pos=None, attention_mask=MASK)
+            for r in ("head", "mean", "each", "final_pre")
+        }
     for layer in range(6):
         streams = cache["layer_output", layer]
         expected = {
@@ -236,7 +259,9 @@ def test_loss_is_the_cross_entropy_of_the_next_token():
     with torch.no_grad():
         each = own_loss(logits[0], IDS[0])
         torch.testing.assert_close(MODEL.loss(IDS[:1]), each.mean(), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(MODEL.loss(IDS[:1], per_token=True)[0], each, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            MODEL.loss(IDS[:1], per_token=True)[0], each, rtol=1e-5, atol=1e-5
+        )
         for form in (IDS[0], IDS[0].tolist(), IDS[:1].tolist()):
             torch.testing.assert_close(MODEL.loss(form), each.mean(), rtol=1e-5, atol=1e-6)
     assert MODEL.loss(IDS).shape == ()
@@ -254,7 +279,9 @@ def test_loss_counts_real_targets_only(side):
         loss, each = MODEL.loss(ids, attention_mask=mask), MODEL.loss(ids, mask, per_token=True)
         other = torch.where(mask.bool(), ids, (ids + 7) % 64)
         torch.testing.assert_close(MODEL.loss(other, attention_mask=mask), loss)
-        torch.testing.assert_close(MODEL.loss(other, attention_mask=mask.bool(), per_token=True), each)
+        torch.testing.assert_close(
+            MODEL.loss(other, attention_mask=mask.bool(), per_token=True), each
+        )
         alone = [MODEL.loss(ids[r][mask[r].bool()], per_token=True)[0] for r in range(2)]
     assert each.shape == (3, 8)
     pairs = mask[:, 1:].bool() & mask[:, :-1].bool()

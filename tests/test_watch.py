@@ -11,7 +11,14 @@ import dsv4
 from dsv4 import Dsv4, Dsv4Config
 from dsv4.config import CSA, HCA, SLIDING
 from dsv4.hooks import Probed
-from dsv4.testing_probes import calls_counted, every_kind, expected_shape, padded_batch, spelled, watched_model
+from dsv4.testing_probes import (
+    calls_counted,
+    every_kind,
+    expected_shape,
+    padded_batch,
+    spelled,
+    watched_model,
+)
 from dsv4.values import RESIDUAL_SET, VALUES
 
 FROZEN = Path(__file__).parent / "frozen"
@@ -42,7 +49,9 @@ def test_state_dict_names_are_frozen():
 
 def test_public_names_are_frozen():
     own = [n for n in dir(Dsv4) if not n.startswith("_") and n not in dir(Probed)]
-    assert [*sorted(dsv4.__all__), *(f"Dsv4.{n}" for n in sorted(own))] == frozen("public_names.txt")
+    assert [*sorted(dsv4.__all__), *(f"Dsv4.{n}" for n in sorted(own))] == frozen(
+        "public_names.txt"
+    )
 
 
 # Names.
@@ -69,7 +78,10 @@ def test_hook_dict_is_the_tree_in_forward_order():
         ("layers.*.layer_output", [f"layers.{i}.layer_output" for i in range(6)]),
         (["logits", "layers.5.layer_mid"], ["layers.5.layer_mid", "logits"]),
         (("logits",), ["logits"]),
-        (lambda name: name.endswith("mlp.mlp_output"), [f"layers.{i}.mlp.mlp_output" for i in range(6)]),
+        (
+            lambda name: name.endswith("mlp.mlp_output"),
+            [f"layers.{i}.mlp.mlp_output" for i in range(6)],
+        ),
         ([lambda name: name == "readout", "logits"], ["readout", "logits"]),
         ([], []),
         ("**", list(MODEL.hook_dict)),
@@ -92,7 +104,9 @@ def test_layer_1_is_not_layer_10():
     assert {name.split(".")[1] for name in cache} == {"1"}
 
 
-@pytest.mark.parametrize("verb", ["hooks", "run_with_hooks", "run_with_cache", "add_hook", "estimate"])
+@pytest.mark.parametrize(
+    "verb", ["hooks", "run_with_hooks", "run_with_cache", "add_hook", "estimate"]
+)
 def test_wrong_names_say_what_to_do(verb):
     def use(names):
         if verb == "hooks":
@@ -111,7 +125,10 @@ def test_wrong_names_say_what_to_do(verb):
         ("layers.3.mlp", r"write 'layers.3.mlp.\*\*'"),
         ("layers.3.mlp.expert_weigths", "layers.3.mlp.expert_weights"),
         (ABSENT, "a hash_moe block chooses experts by token id"),
-        (["logits", "layers.0.self_attn.compressor.compressed_entries"], "keeps no compressed entries"),
+        (
+            ["logits", "layers.0.self_attn.compressor.compressed_entries"],
+            "keeps no compressed entries",
+        ),
         ("layers.9.layer_output", "no such block"),
     ):
         with pytest.raises(KeyError, match=said):
@@ -164,7 +181,12 @@ def test_the_three_aliases_and_no_second_spelling_beside_the_first():
 
 def test_a_pattern_and_a_name_at_one_point():
     order = []
-    with MODEL.hooks([("layers.*.layer_mid", lambda v, hook: order.append("pattern")), ("layers.2.layer_mid", lambda v, hook: order.append("name"))]):
+    with MODEL.hooks(
+        [
+            ("layers.*.layer_mid", lambda v, hook: order.append("pattern")),
+            ("layers.2.layer_mid", lambda v, hook: order.append("name")),
+        ]
+    ):
         MODEL(IDS)
     assert order == ["pattern"] * 3 + ["name"] + ["pattern"] * 3
 
@@ -183,7 +205,14 @@ def test_without_names_it_is_the_residual_set():
         _, cache = MODEL.run_with_cache(IDS)
     per_block = [
         *("attention_pre", "attention_post", "attention_comb", "self_attn.attention_output"),
-        *("mlp_pre", "mlp_post", "mlp_comb", "mlp.expert_indices", "mlp.expert_weights", "mlp.mlp_output"),
+        *(
+            "mlp_pre",
+            "mlp_post",
+            "mlp_comb",
+            "mlp.expert_indices",
+            "mlp.expert_weights",
+            "mlp.mlp_output",
+        ),
     ]
     blocks = [f"layers.{i}.{leaf}" for i in range(6) for leaf in per_block]
     assert list(cache) == ["token_embeddings", *blocks, "readout_weights", "final_norm_output"]
@@ -204,36 +233,61 @@ def test_stop_and_start_are_the_two_halves():
                 assert torch.equal(streams, cache["layer_input", layer])
             rest = MODEL(streams, start_at_layer=layer, input_ids=IDS, attention_mask=MASK)
             torch.testing.assert_close(rest[MASK.bool()], plain[MASK.bool()], rtol=1e-5, atol=1e-5)
-        middle = MODEL(MODEL(IDS, stop_at_layer=2), start_at_layer=2, stop_at_layer=4, input_ids=IDS)
+        middle = MODEL(
+            MODEL(IDS, stop_at_layer=2), start_at_layer=2, stop_at_layer=4, input_ids=IDS
+        )
         assert torch.equal(middle, MODEL(IDS, stop_at_layer=4))
         # No hash block follows layer 3: no ids are needed.
         streams = MODEL(IDS, stop_at_layer=3)
         assert torch.equal(MODEL(streams, start_at_layer=3), MODEL(IDS))
-        assert torch.equal(MODEL(MODEL(IDS, stop_at_layer=1), start_at_layer=1, stop_at_layer=1), MODEL(IDS, stop_at_layer=1))
+        assert torch.equal(
+            MODEL(MODEL(IDS, stop_at_layer=1), start_at_layer=1, stop_at_layer=1),
+            MODEL(IDS, stop_at_layer=1),
+        )
 
 
 def test_stop_with_hooks_and_cache():
     with torch.no_grad():
         streams, cache = MODEL.run_with_cache(IDS, stop_at_layer=3)
         assert torch.equal(streams, MODEL(IDS, stop_at_layer=3))
-        assert {name.split(".")[1] for name in cache if name.startswith("layers.")} == {"0", "1", "2"}
+        assert {name.split(".")[1] for name in cache if name.startswith("layers.")} == {
+            "0",
+            "1",
+            "2",
+        }
         assert "readout_weights" not in cache
         _, cache = MODEL.run_with_cache(IDS, "layers.*.layer_output", stop_at_layer=3)
         assert list(cache) == [f"layers.{i}.layer_output" for i in range(3)]
-        edited = MODEL.run_with_hooks(IDS, [("layers.1.layer_output", torch.zeros_like)], stop_at_layer=2)
+        edited = MODEL.run_with_hooks(
+            IDS, [("layers.1.layer_output", torch.zeros_like)], stop_at_layer=2
+        )
         assert torch.equal(edited, torch.zeros_like(edited))
-        _, cache = MODEL.run_with_cache(MODEL(IDS, stop_at_layer=4), "layers.*.layer_input", start_at_layer=4)
+        _, cache = MODEL.run_with_cache(
+            MODEL(IDS, stop_at_layer=4), "layers.*.layer_input", start_at_layer=4
+        )
         assert list(cache) == ["layers.4.layer_input", "layers.5.layer_input"]
 
 
 @pytest.mark.parametrize(
     ("names", "keywords", "said"),
     [
-        ("layers.4.layer_output", {"stop_at_layer": 3}, "does not reach layers.4.layer_output: stop_at_layer=3"),
+        (
+            "layers.4.layer_output",
+            {"stop_at_layer": 3},
+            "does not reach layers.4.layer_output: stop_at_layer=3",
+        ),
         ("logits", {"stop_at_layer": 3}, "logits: stop_at_layer=3"),
-        (["layers.0.layer_output", "readout*"], {"stop_at_layer": 3}, "readout_weights and 1 more: stop_at_layer=3"),
+        (
+            ["layers.0.layer_output", "readout*"],
+            {"stop_at_layer": 3},
+            "readout_weights and 1 more: stop_at_layer=3",
+        ),
         (lambda name: "layers.5" in name, {"stop_at_layer": 3}, "stop_at_layer=3"),
-        ("layers.0.**", {"start_at_layer": 3}, "layers.0.layer_input and .* more: start_at_layer=3"),
+        (
+            "layers.0.**",
+            {"start_at_layer": 3},
+            "layers.0.layer_input and .* more: start_at_layer=3",
+        ),
         ("token_embeddings", {"start_at_layer": 0}, "token_embeddings: start_at_layer=0"),
         ("input_ids", {"start_at_layer": 3}, "input_ids: the call was given no input_ids"),
     ],
@@ -244,7 +298,10 @@ def test_values_that_a_run_does_not_reach(names, keywords, said):
         keywords = {**keywords, "input_ids": IDS}
     with pytest.raises(KeyError, match=said):
         MODEL.run_with_cache(given, names, **keywords)
-    with MODEL.skip_layers([2]), pytest.raises(KeyError, match=r"layers.2.layer_mid: skip_layers\(\[2\]\)"):
+    with (
+        MODEL.skip_layers([2]),
+        pytest.raises(KeyError, match=r"layers.2.layer_mid: skip_layers\(\[2\]\)"),
+    ):
         MODEL.run_with_cache(IDS, ["layers.1.layer_mid", "layers.2.layer_mid"])
 
 
@@ -294,7 +351,13 @@ def test_support_of_the_whole_model():
     assert len(table) == len(VALUES)
     for row in table:
         value = VALUES[row.name.rsplit(".", 1)[-1]]
-        assert (row.layout, row.axes, row.dtype, row.read, row.edit) == (value.layout, value.axes, value.dtype, value.read, value.edit)
+        assert (row.layout, row.axes, row.dtype, row.read, row.edit) == (
+            value.layout,
+            value.axes,
+            value.dtype,
+            value.read,
+            value.edit,
+        )
         assert row.available
     assert table["layers.*.mlp.router_selection_scores"].reason == "not on layers 0, 1, 2"
     assert table["layers.*.self_attn.compressor.compressed_entries"].reason == "not on layers 0, 3"
@@ -322,9 +385,22 @@ def test_support_of_a_layer_is_what_the_layer_has(layer):
 def test_support_prints():
     text = str(MODEL.support())
     lines = text.splitlines()
-    assert lines[1].split() == ["name", "layout", "axes", "dtype", "read", "edit", "available", "reason"]
+    assert lines[1].split() == [
+        "name",
+        "layout",
+        "axes",
+        "dtype",
+        "read",
+        "edit",
+        "available",
+        "reason",
+    ]
     assert len(lines) == len(VALUES) + 2
-    assert re.search(r"layers\.\*\.self_attn\.attention_scores +Pattern +b N s k +f +mat +mat +yes$", text, re.MULTILINE)
+    assert re.search(
+        r"layers\.\*\.self_attn\.attention_scores +Pattern +b N s k +f +mat +mat +yes$",
+        text,
+        re.MULTILINE,
+    )
     assert text.isascii()
     for wrong in (6, -1, True, "1"):
         with pytest.raises(ValueError, match="expected 0 <= layer < 6"):
@@ -347,7 +423,9 @@ def test_print_shows_every_value_with_layout_and_meaning():
         assert value.meaning in text
     assert "read-only" in text
     # Equal blocks in a row are shown once.
-    config = every_kind(layer_types=[SLIDING] * 5 + [CSA], mlp_layer_types=["hash_moe"] * 2 + ["moe"] * 4)
+    config = every_kind(
+        layer_types=[SLIDING] * 5 + [CSA], mlp_layer_types=["hash_moe"] * 2 + ["moe"] * 4
+    )
     text = repr(Dsv4.from_config(config))
     assert "(0-1): 2 x Block(" in text
     assert "(2-4): 3 x Block(" in text
@@ -356,8 +434,18 @@ def test_print_shows_every_value_with_layout_and_meaning():
 
 def test_sizes_and_attributes():
     config = MODEL.config
-    assert (MODEL.num_layers, MODEL.hidden_size, MODEL.num_heads, MODEL.num_kv_heads) == (6, 32, 4, 1)
-    assert (MODEL.head_dim, MODEL.qk_head_dim, MODEL.vocab_size, MODEL.intermediate_size) == (16, 16, 64, 16)
+    assert (MODEL.num_layers, MODEL.hidden_size, MODEL.num_heads, MODEL.num_kv_heads) == (
+        6,
+        32,
+        4,
+        1,
+    )
+    assert (MODEL.head_dim, MODEL.qk_head_dim, MODEL.vocab_size, MODEL.intermediate_size) == (
+        16,
+        16,
+        64,
+        16,
+    )
     assert (MODEL.num_experts, MODEL.top_k, MODEL.streams) == (8, 2, 4)
     assert MODEL.layer_types == config.layer_types
     assert (MODEL.device, MODEL.dtype) == (torch.device("cpu"), torch.float32)
@@ -396,7 +484,9 @@ def test_the_estimate_behind_a_kv_cache(past, new):
         MODEL(ids[:, :past], kv_cache=kv)
         _, cache = MODEL.run_with_cache(ids[:, past:], "**", kv_cache=kv)
     estimate = MODEL.estimate("**", batch=2, seq=new, past=past)
-    assert {n: v.numel() * v.element_size() for n, v in cache.items()} == {n: b for n, b in estimate.items() if n != "total"}
+    assert {n: v.numel() * v.element_size() for n, v in cache.items()} == {
+        n: b for n, b in estimate.items() if n != "total"
+    }
     window, entries = min(past, 7) + new, (past + new) // 4
     assert cache["attention_probabilities", 1].shape == (2, 4, new, window + entries)
     assert cache["compressed_entries", 1].shape[1] == entries - past // 4
@@ -450,7 +540,10 @@ def test_the_real_model_would_take_what_the_table_says():
     # Float32.
     assert 770 < total / 2**30 < 780
     streams = [n for n in values.all_names(config) if n.endswith("layer_output")]
-    assert round(sum(budget.sizes(config, streams, torch.bfloat16, 1, 8192).values()) / 2**30, 1) == 10.8
+    assert (
+        round(sum(budget.sizes(config, streams, torch.bfloat16, 1, 8192).values()) / 2**30, 1)
+        == 10.8
+    )
 
 
 def test_signatures_are_the_documented_ones():
