@@ -38,6 +38,8 @@ class SlidingAttention(Probed, Float32):
     layer_type = "sliding_attention"
     rope_kind = "main"
     FLOAT32 = ("sinks",)
+    # Of the fused way; chosen once, when the model is built (pretrained.use_kernels).
+    backend = "torch"
 
     def __init__(self, config: Dsv4Config):
         super().__init__()
@@ -99,7 +101,7 @@ class SlidingAttention(Probed, Float32):
 
     def fused(self, queries, tokens, entries, selection, call: Call) -> Tensor:
         reach = call.reach(self.window, self.layer_type)
-        return sparse_attention(queries.transpose(1, 2), tokens, entries, self.sinks, reach, selection, self.scale)
+        return sparse_attention(queries.transpose(1, 2), tokens, entries, self.sinks, reach, selection, self.scale, self.backend)
 
     def spelled(self, queries, tokens, entries, selection, call: Call) -> Tensor:
         """The definition, every value in its place: queries [b N s D], tokens [b w+s D], entries [b e D] -> [b s N D]."""

@@ -73,8 +73,8 @@ class AttentionAnalysis:
         for i in chosen:
             window, entries = self._split(self.read.of("attention_probabilities", i))
             if entries.shape[-1]:
-                columns, present = self._slots(i)
-                shares = self._shares(i, mode).masked_fill(~present, 0.0)
+                columns, closed = self._slots(i)
+                shares = self._shares(i, mode) * closed
                 dealt = entries.new_zeros(*shares.shape[:2], window.shape[-1]).scatter_add(-1, columns, shares)
                 window = window + entries @ dealt.unsqueeze(1)
             values[i] = self._dropped(window)
@@ -135,8 +135,8 @@ class AttentionAnalysis:
         window, entries = self._split(paths)[0], self._split(probabilities)[1]
         if not entries.shape[-1]:
             return window
-        columns, present = self._slots(layer)
-        parts = self._parts(layer) * present.unsqueeze(-1)
+        columns, closed = self._slots(layer)
+        parts = self._parts(layer) * closed.unsqueeze(-1)
         starts = torch.arange(parts.shape[1], device=parts.device).mul(self._rate(layer)).expand(parts.shape[0], -1)
         parts = rotate(parts, *(x.unsqueeze(2) for x in self._rotation("compress", starts, parts.device)))
         # [b N s e m], an entry at a time less memory; summed into the tokens' columns.
@@ -179,7 +179,10 @@ class AttentionAnalysis:
         return parts * rms * compressor.kv_norm.weight.detach().to(x.device)
 
     def _slots(self, layer: int) -> tuple[Tensor, Tensor]:
-        """(column of each slot's token [b e m], whether there is one [b e m])."""
+        """(column of each slot's token [b e m], whether the row has the entry at all [b e 1]).
+
+        A slot before the row's first token has gate 0; what a hook writes there weighs the first token, as in the run.
+        """
         positions, rate = self.read.positions, self._rate(layer)
         rows, width = positions.shape
         gates = self.read.of("compressor_gates", layer)
@@ -188,14 +191,16 @@ class AttentionAnalysis:
         place = number.unsqueeze(-1) * rate + torch.arange(first, rate, device=positions.device)
         last = int(positions.max()) + 1
         column_of = positions.new_full((rows, last + 1), width)
-        column_of = column_of.scatter(1, positions.masked_fill(positions < 0, last), torch.arange(width, device=positions.device).expand(rows, -1))
+        column_of = column_of.scatter(
+            1, positions.masked_fill(positions < 0, last), torch.arange(width, device=positions.device).expand(rows, -1)
+        )
         column_of[:, last] = width
         outside = (place < 0) | (place >= last)
         columns = column_of[:, place.masked_fill(outside, last).flatten()].view(rows, *place.shape)
         # A row with fewer entries has its last tokens in no entry.
         closed = number < (positions.amax(1, keepdim=True) + 1) // rate
-        present = (columns < width) & closed.unsqueeze(-1)
-        return columns.masked_fill(~present, 0).to(gates.device), present.to(gates.device)
+        start = (positions >= 0).int().argmax(1).view(-1, 1, 1)
+        return torch.where(columns < width, columns, start).to(gates.device), closed.unsqueeze(-1).to(gates.device)
 
     def _require_entries(self, layers: list[int], what: str, gates_only: bool) -> None:
         compressed = [i for i in layers if self._rate(i) is not None]

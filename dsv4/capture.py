@@ -36,17 +36,20 @@ class Capture:
         self.token_keys = call.token_positions.shape[1]
 
     def __call__(self, point: HookPoint, value: Tensor) -> None:
-        taken = value if self.keeps_graph else value.detach()
+        if self.keeps_graph:
+            self.store(point.name, self._taken(point, value))
+            return
+        # A run in inference mode leaves tensors that gradients can be computed with.
+        with torch.inference_mode(False), torch.no_grad():
+            taken = self._taken(point, value.detach()).contiguous()
+            shares = taken.device == value.device and taken.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+            self.store(point.name, taken.clone() if shares else taken)
+
+    def _taken(self, point: HookPoint, value: Tensor) -> Tensor:
         axes = point.axes.split()
         if self._columns is not None and "s" in axes:
-            taken = self._slice(taken, axes.index("s"), point)
-        if self.device is not None:
-            taken = taken.to(self.device)
-        if not self.keeps_graph:
-            taken = taken.contiguous()
-            shares = taken.device == value.device and taken.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
-            taken = taken.clone() if shares else taken
-        self.store(point.name, taken)
+            value = self._slice(value, axes.index("s"), point)
+        return value if self.device is None else value.to(self.device)
 
     def _slice(self, value: Tensor, axis: int, point: HookPoint) -> Tensor:
         index = self._columns

@@ -46,7 +46,7 @@ class HookPoint(nn.Module):
         super().__init__()
         self.axes = axes
         self.shared = shared
-        self.name = ""
+        self.name = self.leaf = ""
         self.value: Value | None = None
         self._hooks: list[Handle] = []
         self._gradient_hooks: list[Handle] = []
@@ -161,7 +161,7 @@ class HookPoint(nn.Module):
         # While a copy of the model is being made there is no owner yet.
         owner = self.__dict__.get("owner")
         if owner is not None:
-            owner.refresh()
+            owner.update(self.leaf, self)
 
     def __setattr__(self, name, value):
         if name in THEIR_HOOKS and not isinstance(value, _Watched):
@@ -177,7 +177,7 @@ class HookPoint(nn.Module):
 
     def bind(self, owner: "Probed", leaf: str) -> None:
         object.__setattr__(self, "owner", owner)
-        self.value = VALUES.get(leaf)
+        self.leaf, self.value = leaf, VALUES.get(leaf)
         if self.value is not None and self.value.axes != self.axes:
             raise AssertionError(
                 f"{leaf} declares axes {self.axes!r}; dsv4/values.py says {self.value.axes!r}"
@@ -327,23 +327,20 @@ class Probed(nn.Module):
             (name, child) for name, child in self._modules.items() if isinstance(child, HookPoint)
         )
 
-    def refresh(self) -> None:
-        """Recompute `tap` and `listened` from who listens now."""
-        live = {name: point for name, point in self.points() if point.live}
-        for name, _ in self.points():
-            setattr(self.tap, name, live.get(name, _same))
-        self.listened = frozenset(
-            name
-            for name, point in live.items()
-            if point.value is not None and point.value.read == "mat"
-        )
+    def update(self, name: str, point: HookPoint) -> None:
+        """Bring `tap` and `listened` up to who listens at one point now."""
+        live = point.live
+        setattr(self.tap, name, point if live else _same)
+        hidden = live and point.value is not None and point.value.read == "mat"
+        self.listened = self.listened | {name} if hidden else self.listened - {name}
         self.spelled_out = bool(self.listened)
 
     def notice(self) -> None:
         """Called before each run: a forward set on the instance by writing into `__dict__` (nnsight) tells nobody."""
         if ("forward" in self.__dict__) != self._instrumented:
             self._instrumented = "forward" in self.__dict__
-            self.refresh()
+            for name, point in self.points():
+                self.update(name, point)
 
 
 class _Watched(OrderedDict):

@@ -42,7 +42,9 @@ class Loading:
             dtype: of the weights that are not float32 by nature; None takes the config's torch_dtype.
             device: where the model goes; None is the CPU.
             weights: "native" keeps FP8 and FP4 codes as stored, "dequantized" decodes them; None is native when the files have codes.
-            kernels: "auto" or "torch"; numerics: "exact".
+            kernels: "torch", "triton" (an error with the reason where it cannot run), or "auto": Triton on CUDA devices where it
+                can run, else torch. Decided for `device` and `dtype` as given here.
+            numerics: "exact".
             strict_config: False turns unknown config keys into a warning.
             revision, token, cache_dir, local_files_only: as in huggingface_hub.
             progress: show a bar; None shows it for loads of more than a gigabyte.
@@ -66,9 +68,14 @@ class Loading:
         )
 
     @classmethod
-    def from_config(cls, config: Dsv4Config, *, seed: int = 0, dtype: torch.dtype | None = None, device=None) -> Self:
-        """A model of random weights, every parameter non-trivial; the same seed gives the same weights."""
+    def from_config(
+        cls, config: Dsv4Config, *, seed: int = 0, dtype: torch.dtype | None = None, device=None, kernels: str = "auto"
+    ) -> Self:
+        """A model of random weights, every parameter non-trivial; the same seed gives the same weights. kernels: as in from_pretrained."""
+        from dsv4 import pretrained
+
         model = cls(config)
+        pretrained.use_kernels(model, kernels, device, dtype or config.torch_dtype)
         initialize.fill(model, seed)
         return model.to(device=device, dtype=dtype or config.torch_dtype)
 

@@ -28,6 +28,7 @@ from dsv4.kv_cache import KVCache
 from dsv4.linear import Linear
 from dsv4.loading import NO_TOKENIZER, Loading
 from dsv4.norm import RMSNorm
+from dsv4.patching import Patching
 from dsv4.rope import Rotary
 from dsv4.splicing import Splicing
 from dsv4.stage import Span, Stage
@@ -47,7 +48,7 @@ class Head(Linear):
         return torch.cat([nn.functional.linear(x, rows.to(x.dtype)) for rows in self.weight.split(HEAD_ROWS)], dim=-1)
 
 
-class Dsv4(Watching, Interventions, Ablating, Freezing, KnockingOut, Splicing, Generating, Loading, Probed):
+class Dsv4(Watching, Interventions, Ablating, Freezing, KnockingOut, Splicing, Patching, Generating, Loading, Probed):
     """The model. Build it with `from_pretrained`, `from_config` or `from_transformers`.
 
     Calling it returns logits [b, s, vocab] float32. Values are named by their module path (`model.hook_dict`); read them with

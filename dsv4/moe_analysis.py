@@ -33,7 +33,9 @@ class MoeAnalysis:
     def load(self, layers: int | Iterable[int] | None = None) -> ByLayer:
         """{layer: [E] float32}: routing weight that went to each expert; sums to tokens * routed_scaling_factor, unless edited."""
         chosen = self._layers(layers, ["expert_weights", "expert_indices"], "load")
-        return ByLayer({i: self._sums(i, lambda _, i=i: self._real("expert_weights", i)) for i in chosen}, "weight per expert", "E", self.read)
+        return ByLayer(
+            {i: self._sums(i, lambda _, i=i: self._real("expert_weights", i)) for i in chosen}, "weight per expert", "E", self.read
+        )
 
     def entropy(self, of: str = "weights", layers: int | Iterable[int] | None = None) -> ByLayer:
         """In nats. of="weights": {layer: [b s]}, over the slots of each token, NaN at padding; "usage" or "load": {layer: []}, over
@@ -44,7 +46,9 @@ class MoeAnalysis:
         if of != "weights":
             return ByLayer({i: _entropy(v) for i, v in getattr(self, of)(layers).items()}, f"entropy of {of}", "", self.read)
         chosen = self._layers(layers, ["expert_weights"], "entropy")
-        return ByLayer({i: self._per_token(_entropy(self.read.of("expert_weights", i))) for i in chosen}, "entropy of weights", "b s", self.read)
+        return ByLayer(
+            {i: self._per_token(_entropy(self.read.of("expert_weights", i))) for i in chosen}, "entropy of weights", "b s", self.read
+        )
 
     def coactivation(self, layers: int | Iterable[int] | None = None) -> ByLayer:
         """{layer: [E E] int64}: tokens that went to both experts; on the diagonal, to the expert at all."""

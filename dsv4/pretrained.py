@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from dsv4.attention import SlidingAttention
 from dsv4.config import Dsv4Config
 from dsv4.experts import Experts, Fp4Experts, Fp8Experts, StoredExperts
 from dsv4.generate import read_generation_config
+from dsv4.kernels.backend import BACKENDS
+from dsv4.kernels.sparse_attention import refusal
 from dsv4.linear import Fp8GroupedLinear, Fp8Linear, GroupedLinear, Linear
 from dsv4.rope import Rotary
 from dsv4.table import Table
@@ -28,7 +31,7 @@ def load(cls, repo_or_path, *, dtype, device, weights, kernels, numerics, mtp, s
     from dsv4.convert import open_checkpoint
     from dsv4.convert.hub import fetch
 
-    _supported(weights, kernels, numerics, mtp)
+    _supported(weights, numerics, mtp)
     folder = fetch(repo_or_path, **hub)
     checkpoint = open_checkpoint(folder, strict_config=strict_config).check()
     config: Dsv4Config = checkpoint.config
@@ -37,6 +40,7 @@ def load(cls, repo_or_path, *, dtype, device, weights, kernels, numerics, mtp, s
     dtype = dtype or config.torch_dtype
     with torch.device("meta"):
         model = cls(config)
+    use_kernels(model, kernels, device, dtype)
     if native:
         for name, form in stored.items():
             keep_stored(model, name, form)
@@ -56,13 +60,31 @@ def load(cls, repo_or_path, *, dtype, device, weights, kernels, numerics, mtp, s
     return model
 
 
-def _supported(weights, kernels: str, numerics: str, mtp: bool) -> None:
+def use_kernels(model, kernels: str, device: str | torch.device | None, dtype: torch.dtype) -> None:
+    """Choose what computes the fused ways of a model that is to live on `device` (None is the CPU) in `dtype`.
+
+    "auto" is Triton on CUDA devices where it can run, else torch. A value listened to moves its block to the spelled-out way whatever
+    is chosen here.
+
+    Raises:
+        ValueError: an unknown choice, or "triton" where it cannot run, with the reason.
+    """
+    if kernels not in ("auto", *BACKENDS):
+        raise ValueError(f'kernels={kernels!r}: expected "auto", "torch" or "triton"')
+    device = torch.device("cpu" if device is None else device)
+    for module in model.modules():
+        if isinstance(module, SlidingAttention):
+            module.backend = kernels
+            if kernels == "auto":
+                module.backend = "triton" if device.type == "cuda" and refusal("triton", device, dtype, module.width) is None else "torch"
+            reason = refusal(module.backend, device, dtype, module.width)
+            if reason is not None:
+                raise ValueError(f'kernels="{kernels}": {reason}; use kernels="auto" or kernels="torch"')
+
+
+def _supported(weights, numerics: str, mtp: bool) -> None:
     if weights is not None and weights not in WEIGHTS:
         raise ValueError(f"weights={weights!r}: expected one of {', '.join(WEIGHTS)}, or None")
-    if kernels not in ("auto", "torch", "triton"):
-        raise ValueError(f'kernels={kernels!r}: expected "auto", "torch" or "triton"')
-    if kernels == "triton":
-        raise NotImplementedError('kernels="triton": the Triton kernels have not landed; use "auto" or "torch"')
     if numerics not in ("exact", "deployed"):
         raise ValueError(f'numerics={numerics!r}: expected "exact" or "deployed"')
     if numerics == "deployed":

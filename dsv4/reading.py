@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from dsv4.values import VALUES
+from dsv4.values import VALUES, absent_reason
 
 
 class Reading:
@@ -73,6 +73,8 @@ class Reading:
         for name in missing:
             value = VALUES[name.rsplit(".", 1)[-1]]
             of_all = [value.full_name(i) for i in self.layers] if name.startswith("layers.") else [name]
+            if self.cache.model is not None:
+                of_all = [n for n in of_all if absent_reason(self.cache.model.config, n) is None]
             everywhere = len(of_all) > 1 and set(of_all) <= set(missing)
             spelled[value.full_name("*") if everywhere else name] = None
         return list(spelled)

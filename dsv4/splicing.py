@@ -34,7 +34,7 @@ class Splicing:
 
         Args:
             name: the value, or (value read, value replaced) with the first before the second: a
-                transcoder has ("layers.3.mlp.mlp_input", "layers.3.mlp.mlp_output").
+                transcoder has ("layers.3.mlp_input", "layers.3.mlp.mlp_output").
             module: takes the value read, cast to the dtype of the module's parameters, and returns
                 a tensor of the shape of the value replaced.
             use_error_term: add what the module, with no hook inside it, gets wrong.

@@ -37,7 +37,13 @@ class Watching:
 
     def match_names(self, names) -> list[str]:
         """The full names that a name, glob, list or predicate means, in forward order; KeyError when it means none."""
-        return match(names, list(self.hook_dict), absent=self.why_absent)
+        points = self.hook_dict
+        # Exact names, of which there may be thousands, need no search.
+        exact = [names] if isinstance(names, str) else names if isinstance(names, list | tuple | set | frozenset) else []
+        if exact and all(isinstance(n, str) and n in points for n in exact):
+            chosen = set(exact)
+            return list(chosen) if len(chosen) == 1 else [n for n in points if n in chosen]
+        return match(names, list(points), absent=self.why_absent)
 
     def why_absent(self, name: str) -> str | None:
         """Why a value does not exist on the block that `name` names; None when it exists or is no value at all."""

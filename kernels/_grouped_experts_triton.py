@@ -10,6 +10,7 @@ widened in registers on their way to it. Dense weights and FP8 codes multiply as
 block's product in float32; FP4 codes with their scales are bfloat16 exactly. Addresses are int64 wherever an expert or a slot enters.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,8 +19,47 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FP8_BLOCK = tl.constexpr(128)
-FP4_BLOCK = tl.constexpr(32)
+from dsv4.kernels._device_triton import INTERPRETER, architecture
+from dsv4.kernels.grouped_experts import Stored, tiles_of
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one product is launched: output columns and inner depth of a program, warps, loads in flight."""
+
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+# (architecture, form of the weights, rows of a tile) -> (gate and up, down). A depth divides FP8's 128 columns. sm_80 has no E4M3.
+LAUNCH: Mapping[tuple[str, str, int], tuple[Tile, Tile]] = {
+    ("sm_90", "dense", 16): (Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
+    ("sm_90", "dense", 64): (Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)),
+    ("sm_90", "dense", 128): (Tile(128, 64, 8, 4), Tile(256, 64, 8, 3)),
+    ("sm_90", "fp8", 16): (Tile(64, 128, 4, 4), Tile(128, 128, 4, 4)),
+    ("sm_90", "fp8", 64): (Tile(64, 128, 4, 4), Tile(128, 64, 4, 4)),
+    ("sm_90", "fp8", 128): (Tile(128, 64, 8, 4), Tile(128, 128, 8, 4)),
+    ("sm_90", "fp4", 16): (Tile(64, 128, 4, 4), Tile(128, 128, 4, 4)),
+    ("sm_90", "fp4", 64): (Tile(64, 128, 4, 4), Tile(128, 128, 4, 4)),
+    ("sm_90", "fp4", 128): (Tile(128, 128, 8, 3), Tile(128, 128, 8, 4)),
+    ("sm_100", "dense", 16): (Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
+    ("sm_100", "dense", 64): (Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)),
+    ("sm_100", "dense", 128): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 4)),
+    ("sm_100", "fp8", 16): (Tile(64, 128, 4, 4), Tile(128, 128, 4, 4)),
+    ("sm_100", "fp8", 64): (Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)),
+    ("sm_100", "fp8", 128): (Tile(128, 64, 8, 4), Tile(128, 64, 8, 4)),
+    ("sm_100", "fp4", 16): (Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
+    ("sm_100", "fp4", 64): (Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
+    ("sm_100", "fp4", 128): (Tile(128, 64, 8, 3), Tile(128, 128, 8, 3)),
+    ("sm_80", "dense", 16): (Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)),
+    ("sm_80", "dense", 64): (Tile(64, 64, 4, 3), Tile(128, 64, 4, 3)),
+    ("sm_80", "fp4", 16): (Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
+    ("sm_80", "fp4", 64): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
+    **{(INTERPRETER, form, 16): (Tile(16, 64, 1, 1), Tile(32, 64, 1, 1)) for form in ("dense", "fp8", "fp4")},
+}
+SUM_COLUMNS = 1024
 
 
 @triton.jit
@@ -84,10 +124,11 @@ def _multiply(acc, codes, scales, x, row, block_row, k0, K, SCALES_WIDE, FORM: t
                 return tl.dot(w, x, acc)
         else:
             scale = _scale(scales + block_row * SCALES_WIDE + k0 // 128)[:, None]
+            w = w.to(tl.float32) * scale
             if WIDEN:
-                return acc + tl.dot(w.to(tl.float32), x, input_precision="ieee") * scale
+                return tl.dot(w, x, acc, input_precision="ieee")
             else:
-                return acc + tl.dot(w.to(tl.bfloat16), x) * scale
+                return tl.dot(w.to(tl.bfloat16), x, acc)
 
 
 @triton.jit
@@ -166,12 +207,83 @@ def expert_down(neurons, order, weights, tile_expert, tile_row, ends, codes, sca
 
 
 @triton.jit
-def sum_slots(slots, out, top_k, N, COLUMNS: tl.constexpr):
-    """slots [t k N] -> out [t N] float32."""
+def sum_slots(slots, valid, out, top_k, N, COLUMNS: tl.constexpr, MASKED: tl.constexpr):
+    """slots [t k N] -> out [t N] float32; zeros for a token that is not valid, whose slots nobody wrote."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     token = tl.program_id(0).to(tl.int64)
     at = slots + token * top_k * N + column
+    read = column < N
+    if MASKED:
+        read = read & (tl.load(valid + token) != 0)
     total = tl.zeros((COLUMNS,), tl.float32)
     for j in range(top_k):
-        total += tl.load(at + j * N, mask=column < N, other=0.0).to(tl.float32)
+        total += tl.load(at + j * N, mask=read, other=0.0).to(tl.float32)
     tl.store(out + token * N + column, total, mask=column < N)
+
+
+def refusal(device: torch.device, form: str) -> str | None:
+    """None where there are tiles for weights of this form, else a sentence."""
+    arch = architecture(device)
+    return None if _row_sizes(arch, form) else f"there are no tiles for {form} experts on {arch}"
+
+
+@functools.cache
+def _row_sizes(arch: str, form: str) -> list[int]:
+    return sorted(rows for at, of, rows in LAUNCH if (at, of) == (arch, form))
+
+
+def tile_rows(arch: str, form: str, mean: float) -> int:
+    """Rows of a tile: the fewest that hold the mean group, or the most there are."""
+    sizes = _row_sizes(arch, form)
+    return next((rows for rows in sizes if mean <= rows), sizes[-1])
+
+
+def run(x: Tensor, order: Tensor, ends: Tensor, weights: Tensor, valid: Tensor | None, bank: Stored, limit: float) -> Tensor:
+    """x [t H], order [n], ends [E], weights [t k] float32, valid [t] or None -> [t H] float32.
+
+    Everything contiguous. Three launches; their sizes come from shapes alone.
+    """
+    arch, form = architecture(x.device), bank.form
+    tokens, width = x.shape
+    top_k, inner, slot_count = weights.shape[1], bank.first.shape[1] // 2, order.shape[0]
+    out = torch.empty(tokens, width, dtype=torch.float32, device=x.device)
+    if slot_count == 0:
+        return out.zero_()
+    rows = tile_rows(arch, form, slot_count / bank.num_experts)
+    first, second = LAUNCH[arch, form, rows]
+    tiles = (*tiles_of(ends, rows, slot_count), ends)
+    shared = dict(FORM=form, ROWS=rows, WIDEN=x.dtype == torch.float32 or arch == INTERPRETER)
+    neurons = torch.empty(slot_count, inner, dtype=x.dtype, device=x.device)
+    slots = torch.empty(slot_count, width, dtype=x.dtype, device=x.device)
+    expert_gate_up[_grid(tiles, first, inner)](
+        x, order, *tiles, *_codes(bank.first, bank.first_scale), neurons, limit, top_k, inner, width,
+        *_grid_of_scales(bank.first_scale), **shared, **_launch(first, width),
+    )  # fmt: skip
+    expert_down[_grid(tiles, second, width)](
+        neurons, order, weights, *tiles, *_codes(bank.second, bank.second_scale), slots, width, inner,
+        *_grid_of_scales(bank.second_scale), **shared, **_launch(second, inner),
+    )  # fmt: skip
+    sum_slots[(tokens, triton.cdiv(width, SUM_COLUMNS))](
+        slots, ends if valid is None else valid.view(torch.uint8), out, top_k, width, COLUMNS=SUM_COLUMNS, MASKED=valid is not None
+    )
+    return out
+
+
+def _grid(tiles: tuple[Tensor, ...], tile: Tile, columns: int) -> tuple[int]:
+    return (tiles[0].shape[0] * triton.cdiv(columns, tile.columns),)
+
+
+def _launch(tile: Tile, depth: int) -> dict:
+    sizes = dict(COLUMNS=tile.columns, DEPTH=tile.depth, STAGES=tile.stages, EVEN=depth % tile.depth == 0)
+    # Fused multiply-adds by request: the default of Triton changes with its version.
+    return dict(**sizes, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True)
+
+
+def _codes(codes: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Packed codes and E8M0 scales as Triton takes them; without scales the codes stand in for them, unread."""
+    scale = codes if scale is None else scale.contiguous()
+    return tuple(t.view(torch.uint8) if t.dtype in (torch.int8, torch.float8_e8m0fnu) else t for t in (codes, scale))
+
+
+def _grid_of_scales(scale: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if scale is None else tuple(scale.shape[1:])

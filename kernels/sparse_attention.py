@@ -6,6 +6,9 @@
 
 A query at position p sees token positions p - window + 1 ... p, and entry j (of the selected ones, or of all) once j * rate + rate - 1 <= p.
 Softmax in float32, output rounded once. A query that sees nothing gets zeros.
+
+`backend` says who computes: "torch" (below), or "triton", a registered op (`dsv4::sparse_attention`) over device code that is imported
+when it is first asked for. Its weights are rounded to the keys' dtype before they are multiplied with the values.
 Axes: b batch, s query column, w earlier window columns, N heads, D head width, e entries, t selected entries.
 """
 
@@ -15,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dsv4.kernels.backend import available
 from dsv4.kernels.index_scores import closed_entries
 from dsv4.kernels.numeric import wide
 
@@ -23,6 +27,9 @@ BLOCK = 32
 CHUNK = 1 << 19
 # Up to this many entries per selected one, masking a dense product is cheaper than gathering.
 GATHER_RATIO = 8
+# What the device code takes: a tile of head width 512 fills an SM.
+DEVICE_DTYPES = (torch.bfloat16, torch.float16)
+MAX_WIDTH = 512
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,14 @@ def sparse_attention_reference(
 
 
 def sparse_attention(
-    queries: Tensor, tokens: Tensor, entries: Tensor | None, sinks: Tensor, reach: Reach, selection: Tensor | None, scale: float
+    queries: Tensor,
+    tokens: Tensor,
+    entries: Tensor | None,
+    sinks: Tensor,
+    reach: Reach,
+    selection: Tensor | None,
+    scale: float,
+    backend: str = "torch",
 ) -> Tensor:
     """Cost linear in the number of queries: window keys in banded blocks, selected entries gathered, in chunks of queries.
 
@@ -109,12 +123,22 @@ def sparse_attention(
         entries: [b e D] or None. sinks: [N] float32. selection: [b s t] int64, an entry at
             most once, -1 for fewer; None for all closed entries.
         scale: multiplies q . k.
+        backend: "torch" or "triton".
     Returns:
         [b s N D] of queries' dtype; the rotary slice is not yet turned back.
+    Raises:
+        ValueError: backend="triton" where it cannot run, with the reason.
     """
     b, s, heads, width = queries.shape
     if entries is not None and entries.shape[1] == 0:
         entries = None
+    if backend != "torch":
+        reason = refusal(backend, queries.device, queries.dtype, width)
+        if reason is not None:
+            raise ValueError(f'backend="{backend}": {reason}; use backend="torch"')
+        selection = None if entries is None else selection
+        places = (reach.query_positions, reach.token_positions, reach.window, reach.gap, reach.rate)
+        return fused_sparse_attention(queries, tokens, entries, sinks, selection, *places, scale)[0]
     block, before = min(BLOCK, s), tokens.shape[1] - s
     back = reach.window - 1 + reach.gap
     if before + s <= back + 2 * block:
@@ -144,6 +168,77 @@ def sparse_attention(
             )
         )
     return (torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]).to(queries.dtype)
+
+
+def refusal(backend: str, device: torch.device, dtype: torch.dtype, width: int) -> str | None:
+    """None where `backend` takes queries of this device, dtype and head width, else the reason it does not."""
+    reason = available(backend, device)
+    if reason is not None or backend == "torch":
+        return reason
+    # Elsewhere than on a CUDA device the interpreter runs it, which takes float32 too.
+    dtypes = DEVICE_DTYPES if device.type == "cuda" else (*DEVICE_DTYPES, torch.float32)
+    if dtype not in dtypes:
+        return f"its queries and keys are {' or '.join(map(str, dtypes))}, got {dtype}"
+    return None if width <= MAX_WIDTH else f"its heads are at most {MAX_WIDTH} wide, got {width}"
+
+
+@torch.library.custom_op("dsv4::sparse_attention", mutates_args=())
+def fused_sparse_attention(
+    queries: Tensor,
+    tokens: Tensor,
+    entries: Tensor | None,
+    sinks: Tensor,
+    selection: Tensor | None,
+    query_positions: Tensor,
+    token_positions: Tensor,
+    window: int,
+    gap: int,
+    rate: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """`sparse_attention` in one kernel, the fields of `reach` one by one.
+
+    Returns:
+        ([b s N D], log-sum-exp of each query's scores [b s N] float32, without the sink, -inf where nothing is seen; it has no gradient)
+    """
+    from dsv4.kernels import _sparse_attention_triton as device_code
+
+    return device_code.forward(
+        queries, tokens, entries, sinks, selection, query_positions, token_positions, window, gap, rate, scale
+    )
+
+
+@fused_sparse_attention.register_fake
+def _(queries, tokens, entries, sinks, selection, query_positions, token_positions, window, gap, rate, scale):
+    return queries.new_empty(queries.shape), queries.new_empty(queries.shape[:3], dtype=torch.float32)
+
+
+def _keep(ctx, inputs, output) -> None:
+    queries, tokens, entries, sinks, selection, query_positions, token_positions, window, gap, rate, scale = inputs
+    ctx.save_for_backward(queries, tokens, entries, sinks, selection, query_positions, token_positions)
+    ctx.sizes, ctx.scale = (window, gap, rate), scale
+    ctx.mark_non_differentiable(output[1])
+
+
+def _gradient(ctx, grad: Tensor, _):
+    """By the torch definition, which computes the output again; where it is asked for, the gradient has a gradient."""
+    *leaves, selection, query_positions, token_positions = ctx.saved_tensors
+    window, gap, rate = ctx.sizes
+    reach = Reach(window, query_positions, token_positions, gap, rate)
+    wanted = [i for i, leaf in enumerate(leaves) if ctx.needs_input_grad[i]]
+    twice = torch.is_grad_enabled()
+    with torch.enable_grad():
+        for i in wanted:
+            leaves[i] = leaves[i].view_as(leaves[i]) if twice else leaves[i].detach().requires_grad_()
+        out = sparse_attention(*leaves, reach, selection, ctx.scale)
+        found = torch.autograd.grad(out, [leaves[i] for i in wanted], grad, create_graph=twice)
+    grads: list[Tensor | None] = [None] * 11
+    for i, gradient in zip(wanted, found, strict=True):
+        grads[i] = gradient
+    return tuple(grads)
+
+
+fused_sparse_attention.register_autograd(_gradient, setup_context=_keep)
 
 
 def _entry_floats(entries: Tensor | None, selection: Tensor | None, heads: int, width: int) -> int:

@@ -158,7 +158,11 @@ def test_a_rope_with_a_factor_of_its_own():
         shares = {p: part @ entries[0, 1] / entries[0, 1].square().sum() for (e, p), part in parts.items() if e == 1}
         window = cache["attention_probabilities", layer][0, :, -1, :19]
         dealt = cache.attention.token_pattern()[layer][0, :, -1] - window
-        others = sum(cache["attention_probabilities", layer][0, :, -1, 19 + e, None] * _row(parts, entries[0, e], e) for e in range(entries.shape[1]) if e != 1)
+        others = sum(
+            cache["attention_probabilities", layer][0, :, -1, 19 + e, None] * _row(parts, entries[0, e], e)
+            for e in range(entries.shape[1])
+            if e != 1
+        )
         expected = cache["attention_probabilities", layer][0, :, -1, 20, None] * torch.tensor([shares.get(p, 0.0) for p in range(19)])
         assert (dealt - others - expected).abs().max() <= EXACT
         paths = cache.attention.value_paths(by="token", layers=layer)[layer]
@@ -203,7 +207,9 @@ def test_paths_sum_to_what_the_attention_added(by):
             output = cache["attention_output", i]
             size = along[i].abs().sum((1, 3))[real].max()
             assert ((along[i].sum((1, 3)) - output @ direction)[real].abs().max()) <= EXACT * size
-            assert ((per_token[i].sum((1, 3)) - (output * each).sum(-1))[real].abs().max()) <= EXACT * per_token[i].abs().sum((1, 3))[real].max()
+            assert ((per_token[i].sum((1, 3)) - (output * each).sum(-1))[real].abs().max()) <= EXACT * per_token[i].abs().sum((1, 3))[
+                real
+            ].max()
             assert (shares[i].sum((1, 3))[real] - 1).abs().max() <= 1e-4
             if by == "key":
                 assert along[i].shape == cache["attention_probabilities", i].shape
@@ -258,7 +264,11 @@ def test_positions_and_batch_axis_dropped(everything):
         assert (last.attention.head_results(i) - everything["attention_head_results", i][:, -1]).abs().max() <= EXACT
         assert (last.attention.value_paths()[i] - everything.attention.value_paths()[i][:, :, -1]).abs().max() <= EXACT
     assert "mean" in str(last.attention.sink_mass())
-    for cache in (last, MODEL.run_with_cache(IDS, names, attention_mask=MASK, pos=[1, 0])[1], MODEL.run_with_cache(IDS[:1], names, pos=list(range(18, -1, -1)))[1]):
+    for cache in (
+        last,
+        MODEL.run_with_cache(IDS, names, attention_mask=MASK, pos=[1, 0])[1],
+        MODEL.run_with_cache(IDS[:1], names, pos=list(range(18, -1, -1)))[1],
+    ):
         with pytest.raises(ValueError, match="needs every token"):
             cache.attention.token_pattern()
     _, one = MODEL.run_with_cache(IDS[:1], PATTERN)
@@ -312,7 +322,7 @@ def test_bfloat16():
     for by in ("key", "token"):
         for paths in cache.attention.value_paths(by=by).values():
             # One rounding of heads, of low rank values, of the output; entries are rounded twice.
-            assert (paths.sum((1, 3))[REAL] - 1).abs().max() <= 0.05
+            assert (paths.sum((1, 3))[REAL] - 1).abs().max() <= 0.02
 
 
 # Edits and wrong questions.
@@ -352,7 +362,11 @@ def test_edited_gates_and_patterns_are_taken_as_they_are():
 
 def test_missing_values_and_wrong_words():
     _, cache = MODEL.run_with_cache(IDS, attention_mask=MASK)
-    for ask, leaf in (("sink_mass", "attention_sink_probability"), ("mass_by_kind", "attention_probabilities"), ("value_paths", "attention_values")):
+    for ask, leaf in (
+        ("sink_mass", "attention_sink_probability"),
+        ("mass_by_kind", "attention_probabilities"),
+        ("value_paths", "attention_values"),
+    ):
         with pytest.raises(ValueError, match=rf"layers\.\*\.self_attn\.{leaf}"):
             getattr(cache.attention, ask)()
     _, cache = MODEL.run_with_cache(IDS, "**.attention_probabilities", attention_mask=MASK)

@@ -297,6 +297,18 @@ def test_writing_into_a_cache_of_decoding_leaves_the_kv_cache():
         assert torch.equal(MODEL(IDS[:, 9:], kv_cache=kv), MODEL(IDS[:, 9:], kv_cache=other))
 
 
+def test_values_of_a_run_in_inference_mode_can_be_trained_on():
+    with torch.inference_mode():
+        _, cache = MODEL.run_with_cache(IDS, "**")
+        _, last = MODEL.run_with_cache(IDS, "**", pos=-1)
+    assert not any(value.is_inference() for value in (*cache.values(), *last.values()))
+    weight = torch.randn(32, requires_grad=True)
+    (cache["layer_output", 3] * weight).sum().backward()
+    name = "layers.3.layer_output"
+    MODEL.run_with_hooks(IDS, [(name, lambda v, hook: cache[name])]).sum().backward()
+    MODEL.zero_grad()
+
+
 def test_detach_false_keeps_the_graph():
     logits, cache = MODEL.run_with_cache(IDS, "**", attention_mask=MASK, detach=False)
     assert logits is cache["logits"]

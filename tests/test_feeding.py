@@ -98,7 +98,7 @@ def check_feeding(draw, names):
     return tokens, agrees.count(False)
 
 
-@examples(25)
+@examples(40)
 @given(draws)
 def test_every_value_of_every_call_is_that_of_the_row_alone(draw):
     _, ties = check_feeding(draw, "**")
@@ -380,7 +380,7 @@ class Branches:
             self.check(*branch)
 
 
-@examples(30)
+@examples(60)
 @given(draws)
 def test_cut_branch_and_go_on_in_any_order(draw):
     Branches(draw).play(draw.randint(2, 10))

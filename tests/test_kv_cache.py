@@ -223,7 +223,9 @@ def test_a_hook_that_raises_leaves_the_cache(model, ids, kv, name, error, length
         model.run_with_hooks(new, [(name, stop)], kv_cache=kv)
     assert kv.state is state
     assert_same(kv, before)
+    assert all(slot.pending is None for slot in kv._slots)
     assert_goes_on(model, kv, ids)
+    assert all(slot.pending is None for slot in kv._slots)
 
 
 @pytest.mark.parametrize("nth", [0, 1, 5, -1])
@@ -600,10 +602,31 @@ def test_rewind_is_how_far_back_a_row_goes(model, ids, rewind):
     for r, length in enumerate((40 - rewind, 40, 40 - rewind)):
         whole = model(torch.cat((ids[r, :length], ids[r, :5])))
         assert relative_error(logits[r], whole[0, length:]) <= LIMIT
-    # What was cut does not come back, and the way back is counted anew.
-    kv.truncate(int(kv.length.min()))
-    with pytest.raises(ValueError, match="goes back to"):
+
+
+@pytest.mark.parametrize("rewind", [1, 5])
+def test_what_was_dropped_does_not_come_back(model, ids, rewind):
+    """Cut as far as it goes and fed one token: the way back is that token, not rewind again."""
+    kv = model.new_kv_cache(3, 60, rewind=rewind)
+    model(ids, kv_cache=kv)
+    kv.truncate(40 - rewind)
+    model(ids[:, :1], kv_cache=kv)
+    with pytest.raises(ValueError, match=f"goes back to {40 - rewind}"):
         kv.truncate(39 - rewind)
+    kv.truncate(40 - rewind)
+    logits = model(ids[:, 40 - rewind :], kv_cache=kv)
+    assert relative_error(logits, model(ids)[:, 40 - rewind :]) <= LIMIT
+
+
+def test_entries_of_a_longer_past_do_not_show(model, ids, kv):
+    """A row that was cut has fewer entries than its neighbours: what it had is zero again."""
+    kv.truncate([11, 3, 0])
+    _, cache = model.run_with_cache(ids[:, :2], "layers.1.self_attn.**", kv_cache=kv)
+    keys = cache["indexer_keys", 1]
+    assert keys.shape[1] == 3
+    assert [int(row.abs().sum(-1).bool().sum()) for row in keys] == [3, 1, 0]
+    entries = cache["attention_keys", 1][:, 0, -3:]
+    assert [int(row.abs().sum(-1).bool().sum()) for row in entries] == [3, 1, 0]
 
 
 def test_select_and_expand_check_their_rows(kv):

@@ -161,7 +161,7 @@ def test_missing_values_and_wrong_layers():
         cache.moe.load()
     with pytest.raises(ValueError, match=r"layers\.3\.mlp\.expert_indices"):
         cache.moe.coactivation(layers=[1, 3])
-    with pytest.raises(ValueError, match=r"router_selection_scores"):
+    with pytest.raises(ValueError, match=r"layers\.\*\.mlp\.router_selection_scores"):
         cache.moe.router_margin()
     with pytest.raises(ValueError, match="hash block"):
         cache.moe.router_margin(layers=1)

@@ -16,7 +16,14 @@ LAYERS = range(6)
 SITES = ("attention", "mlp")
 # Of the sum of absolute terms (attributions), or of the largest value: float32.
 EXACT = 1e-5
-PARTS = ["**.attention_head_results", "**.attention_premix", "**.expert_outputs", "**.shared_expert_output", "**.expert_neurons", "**.mlp_neurons"]
+PARTS = [
+    "**.attention_head_results",
+    "**.attention_premix",
+    "**.expert_outputs",
+    "**.shared_expert_output",
+    "**.expert_neurons",
+    "**.mlp_neurons",
+]
 PARTS += ["**.expert_indices", "**.expert_weights"]
 RESIDUAL = ["token_embeddings", "readout_weights", "final_norm_output", "layers.*.*_pre", "layers.*.*_post", "layers.*.*_comb"]
 RESIDUAL += ["layers.*.self_attn.attention_output", "layers.*.mlp.mlp_output"]
@@ -101,7 +108,9 @@ def test_every_read_and_the_readout_are_their_sums():
 def test_coefficients_are_the_effect_of_finite_edits():
     """Everything frozen but one output: the readout and the reads move by coefficient times the edit."""
     mixing = ["readout_weights", "layers.*.*_pre", "layers.*.*_post", "layers.*.*_comb"]
-    _, cache = MODEL.run_with_cache(IDS, [*mixing, "token_embeddings", "layers.*.self_attn.attention_output", "layers.*.mlp.mlp_output"], attention_mask=MASK)
+    _, cache = MODEL.run_with_cache(
+        IDS, [*mixing, "token_embeddings", "layers.*.self_attn.attention_output", "layers.*.mlp.mlp_output"], attention_mask=MASK
+    )
     r = cache.residual
     gamma, matrix = r.write_coefficients(), r.read_matrix()
     reads = [f"layers.{i}.{s}_collapsed" for i in LAYERS for s in SITES]
@@ -157,6 +166,7 @@ def test_the_mean_over_streams(rounds):
 
 # Attribution.
 
+
 @pytest.mark.parametrize("unit", ["sublayer", "head", "expert", "slot", "neuron", ("head", "expert")])
 def test_attributions_sum_to_the_logit(unit):
     for model, ids, mask in models():
@@ -172,7 +182,7 @@ def test_attributions_sum_to_the_logit(unit):
 
 
 def test_every_part_is_its_output_times_its_coefficient():
-    logits, cache = MODEL.run_with_cache(IDS, "**", attention_mask=MASK)
+    _, cache = MODEL.run_with_cache(IDS, "**", attention_mask=MASK)
     r = cache.residual
     gamma = r.write_coefficients()
     # The readout's own scale, by hand.
@@ -228,7 +238,9 @@ def test_a_head_zeroed_is_its_attribution_gone():
     _, cache = MODEL.run_with_cache(IDS, "**", attention_mask=MASK)
     found = cache.residual.logit_attribution(3, unit="head")
     name = "layers.2.self_attn.attention_head_results"
-    frozen = [n for n in cache if n.endswith(("_pre", "_post", "_comb", "readout_weights", "mlp_output", "attention_output")) and ".2." not in n]
+    frozen = [
+        n for n in cache if n.endswith(("_pre", "_post", "_comb", "readout_weights", "mlp_output", "attention_output")) and ".2." not in n
+    ]
     frozen += ["layers.2.mlp.mlp_output", *[f"layers.2.{s}_{x}" for s in SITES for x in ("pre", "post", "comb")]]
 
     def without(results, hook):
@@ -327,8 +339,18 @@ def test_saved_and_loaded(tmp_path):
     with pytest.raises(ValueError, match="with_model"):
         loaded.residual.logit_attribution(3)
     with pytest.raises(ValueError, match="6 layers"):
-        loaded.with_model(Dsv4.from_config(random_config(random.Random(0), num_hidden_layers=1, layer_types=["sliding_attention"], mlp_layer_types=["moe"])))
-    copies = (loaded.with_model(MODEL), streamed, cache.to("cpu"), copy.deepcopy(cache).with_model(MODEL), pickle.loads(pickle.dumps(cache)).with_model(MODEL))
+        loaded.with_model(
+            Dsv4.from_config(
+                random_config(random.Random(0), num_hidden_layers=1, layer_types=["sliding_attention"], mlp_layer_types=["moe"])
+            )
+        )
+    copies = (
+        loaded.with_model(MODEL),
+        streamed,
+        cache.to("cpu"),
+        copy.deepcopy(cache).with_model(MODEL),
+        pickle.loads(pickle.dumps(cache)).with_model(MODEL),
+    )
     for one in copies:
         assert one.origin == cache.origin
         assert torch.equal(one.residual.logit_attribution(3).values, expected.values)
@@ -362,7 +384,7 @@ def test_decoding_and_generating():
     assert (generated.values - again.values).abs().max() <= 1e-4 * again.values.abs().max()
     with MODEL.hooks([("layers.1.layer_mid", changed)]):
         _, cache = MODEL.generate(ids, max_new_tokens=3, names=RESIDUAL, eos_token_id=None)
-    with pytest.raises(ValueError, match="edited layers.1.layer_mid"):
+    with pytest.raises(ValueError, match=r"edited layers\.1\.layer_mid"):
         cache.residual.logit_attribution(3)
 
 
@@ -432,7 +454,15 @@ def test_an_edited_read_is_a_component_of_that_read_alone():
 
 
 @pytest.mark.parametrize(
-    "name", ["token_embeddings", "layers.1.mlp_post", "layers.2.attention_comb", "layers.2.mlp.mlp_output", "layers.4.mlp.expert_weights", "readout_weights"]
+    "name",
+    [
+        "token_embeddings",
+        "layers.1.mlp_post",
+        "layers.2.attention_comb",
+        "layers.2.mlp.mlp_output",
+        "layers.4.mlp.expert_weights",
+        "readout_weights",
+    ],
 )
 def test_what_is_captured_after_its_edit_needs_no_component(name):
     with MODEL.hooks([(name, changed)]):
@@ -608,7 +638,7 @@ def test_wrong_questions():
     with pytest.raises(TypeError, match="expected ids"):
         r.logit_attribution([0.5, 1.0])
     for at in ("layers.0.mlp_input", (0, "head"), "layers.0", 3, "layer_mid"):
-        with pytest.raises(ValueError, match="expected \"readout\""):
+        with pytest.raises(ValueError, match='expected "readout"'):
             r.decompose(at)
     with pytest.raises(ValueError, match="went through layers"):
         r.decompose((6, "mlp"))

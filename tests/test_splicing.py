@@ -12,7 +12,8 @@ from dsv4.testing_probes import padded_batch, watched_model
 MODEL = watched_model(seed=7)
 IDS, MASK = padded_batch(MODEL.vocab_size, seq=19, padding=5)
 AT = "layers.3.layer_output"
-PAIR = ("layers.2.mlp.mlp_input", "layers.2.mlp.mlp_output")
+CHOICES = ["**.expert_indices", "**.indexer_selection"]
+PAIR = ("layers.2.mlp_input", "layers.2.mlp.mlp_output")
 
 
 class Autoencoder(nn.Module):
@@ -98,9 +99,8 @@ def test_edits_of_latents(at, with_error):
 
 def test_a_transcoder_reads_what_hooks_left():
     sae = make(PAIR)
-    with torch.no_grad(), MODEL.ablate(PAIR[0], pos=3):
-        with MODEL.splice(PAIR, sae, use_error_term=False):
-            cache = run(PAIR)[1]
+    with torch.no_grad(), MODEL.ablate(PAIR[0], pos=3), MODEL.splice(PAIR, sae, False):
+        cache = run(PAIR)[1]
     assert bool((cache[PAIR[0]][0, 3] == 0).all())
     assert torch.equal(cache[PAIR[1]], sae(cache[PAIR[0]]))
 
@@ -112,13 +112,11 @@ def test_gradients_pass_through_the_module():
         logits, cache = run(names, detach=False)
         loss = logits[:, -1].square().mean()
         gradients = torch.autograd.grad(loss, [cache[n] for n in names])
-        for name, gradient in zip(names, gradients, strict=True):
-            generator = torch.Generator().manual_seed(2)
-            step = torch.randn(gradient.shape, generator=generator, device="cpu")
-            if name == names[1]:
-                ends = [shifted(name, step, sign * 1e-3) for sign in (1, -1)]
-                found = (ends[0] - ends[1]) / 2e-3
-                assert found == pytest.approx(float((gradient * step).sum()), rel=0.05, abs=1e-4)
+        generator = torch.Generator().manual_seed(2)
+        step = torch.randn(gradients[1].shape, generator=generator, device="cpu")
+        ends = [shifted(names[1], step, sign * 1e-3) for sign in (1, -1)]
+    found = (ends[0] - ends[1]) / 2e-3
+    assert found == pytest.approx(float((gradients[1] * step).sum()), rel=0.05, abs=1e-4)
     # All that the value read does, it does through the latents: its other way is the error term.
     latents = (cache[PAIR[0]].detach() @ sae.encoder.T).relu()
     through = (gradients[1] * (latents > 0)) @ sae.encoder
@@ -133,7 +131,12 @@ def run_loss(sae):
 
 
 def shifted(name, step, size):
-    with torch.no_grad(), MODEL.hooks([(name, lambda v, hook: v + size * step)]):
+    """The loss, with the choices of the plain run."""
+    with (
+        torch.no_grad(),
+        MODEL.freeze(run(CHOICES)[1]),
+        MODEL.hooks([(name, lambda v, hook: v + size * step)]),
+    ):
         return float(MODEL(IDS, attention_mask=MASK)[:, -1].square().mean())
 
 
@@ -199,9 +202,9 @@ def test_wrong_splices():
     for args, kind, text in wrong:
         with pytest.raises(kind, match=text), MODEL.splice(*args):
             pass
+    twice = MODEL.splice("layers.4.layer_output", sae)
     with MODEL.splice(AT, sae), pytest.raises(ValueError, match="spliced in already"):
-        with MODEL.splice("layers.4.layer_output", sae):
-            pass
+        twice.__enter__()
     for bad in (lambda x: x[:1], lambda x: (x,)):
         with MODEL.splice(AT, bad), pytest.raises(ValueError, match="expected a tensor"):
             MODEL(IDS)
