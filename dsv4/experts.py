@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from dsv4.config import Dsv4Config
-from dsv4.kernels.grouped_experts import grouped_experts, slots_in_order, sort_by_expert
-from dsv4.kernels.grouped_linear import grouped_linear, grouped_linear_each
-from dsv4.kernels.quantize import dequantize_fp4, dequantize_fp8
+from dsv4.kernels.grouped_experts import Stored, grouped_experts, slots_in_order, sort_by_expert
+from dsv4.kernels.grouped_linear import coded_linear, decode, grouped_linear
 from dsv4.linear import SCALE_BLOCK, apply_to_codes
 
 FP4_GROUP = 32
@@ -17,6 +16,8 @@ FP4_GROUP = 32
 
 class Experts(nn.Module):
     """Dense bank: gate_up_proj [E, 2I, H], down_proj [E, H, I]."""
+
+    kernels = "torch"
 
     def __init__(self, config: Dsv4Config):
         super().__init__()
@@ -31,7 +32,12 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """x [b s H], indices and weights [b s k] -> [b s H] float32: weighted sum over slots."""
-        return grouped_experts(x.flatten(0, 1), indices.flatten(0, 1), weights.flatten(0, 1), self, self.limit).view(x.shape)
+        slots = (indices.flatten(0, 1), weights.flatten(0, 1))
+        return grouped_experts(x.flatten(0, 1), *slots, self, self.limit, self.kernels).view(x.shape)
+
+    def stored(self, dtype: torch.dtype) -> Stored:
+        """What the device code reads."""
+        return Stored(self.gate_up_proj.to(dtype), None, self.down_proj.to(dtype), None)
 
     def gate_up(self, rows: Tensor, ends: Tensor) -> Tensor:
         """rows [n H] sorted by expert, ends [E] int32 -> [n 2I]."""
@@ -81,19 +87,20 @@ class StoredExperts(Experts):
         """Uninitialised codes and scales of a bank of [rows, columns] matrices, each of `stacked` matrices one over the other."""
         raise NotImplementedError
 
-    def gate_up_matrix(self, expert: int, dtype: torch.dtype) -> Tensor:
-        """[2I, H] of one expert, decoded."""
-        raise NotImplementedError
+    def stored(self, dtype):
+        return Stored(self.gate_up_proj, self.gate_up_proj_scale_inv, self.down_proj, self.down_proj_scale_inv)
 
-    def down_matrix(self, expert: int, dtype: torch.dtype) -> Tensor:
-        """[H, I] of one expert, decoded."""
-        raise NotImplementedError
+    def gate_up_matrix(self, expert, dtype):
+        return decode(self.gate_up_proj[expert], self.gate_up_proj_scale_inv[expert], dtype, 2)
+
+    def down_matrix(self, expert, dtype):
+        return decode(self.down_proj[expert], self.down_proj_scale_inv[expert], dtype)
 
     def gate_up(self, rows, ends):
-        return grouped_linear_each(rows, lambda e: self.gate_up_matrix(e, rows.dtype), ends, 2 * self.neurons)
+        return coded_linear(rows, self.gate_up_proj, self.gate_up_proj_scale_inv, ends, 2, False)
 
     def down(self, rows, ends):
-        return grouped_linear_each(rows, lambda e: self.down_matrix(e, rows.dtype), ends, self.width)
+        return coded_linear(rows, self.down_proj, self.down_proj_scale_inv, ends, 1, False)
 
     def _apply(self, fn, recurse=True):
         return apply_to_codes(self, fn)
@@ -110,14 +117,6 @@ class Fp8Experts(StoredExperts):
             torch.empty(e, *grid, dtype=torch.float8_e8m0fnu),
         )
 
-    def gate_up_matrix(self, expert, dtype):
-        codes, scales = self.gate_up_proj[expert], self.gate_up_proj_scale_inv[expert]
-        halves = zip(codes.chunk(2), scales.chunk(2), strict=True)
-        return torch.cat([dequantize_fp8(c, s, dtype) for c, s in halves])
-
-    def down_matrix(self, expert, dtype):
-        return dequantize_fp8(self.down_proj[expert], self.down_proj_scale_inv[expert], dtype)
-
 
 class Fp4Experts(StoredExperts):
     """E2M1 codes packed two to a byte (low nibble = even column) with one E8M0 scale per 32 columns."""
@@ -128,9 +127,3 @@ class Fp4Experts(StoredExperts):
             torch.empty(e, rows, columns // 2, dtype=torch.int8),
             torch.empty(e, rows, columns // FP4_GROUP, dtype=torch.float8_e8m0fnu),
         )
-
-    def gate_up_matrix(self, expert, dtype):
-        return dequantize_fp4(self.gate_up_proj[expert], self.gate_up_proj_scale_inv[expert], dtype)
-
-    def down_matrix(self, expert, dtype):
-        return dequantize_fp4(self.down_proj[expert], self.down_proj_scale_inv[expert], dtype)

@@ -227,7 +227,8 @@ class _Run:
             token = token.masked_fill(ended, self.ends.fill)
             self._note(token.tolist())
             self.new.append(token)
-            yield token
+            # What the caller does to its copy does not reach the next step.
+            yield token.clone()
             if all(self.ended):
                 return
             ids = token.unsqueeze(1)

@@ -53,6 +53,7 @@ class Interventions:
         one_stream = not isinstance(streams, bool | str) and hasattr(streams, "__index__")
         if streams not in ("all", "post") and not (one_stream and 0 <= operator.index(streams) < self.streams):
             raise ValueError(f'steer: streams={streams!r}, expected "all", "post" or 0 <= k < {self.streams}')
+        streams = operator.index(streams) if one_stream else streams
         if norm not in (None, "read"):
             raise ValueError(f'steer: norm={norm!r}, expected "read" or None')
         positions = Positions(pos)

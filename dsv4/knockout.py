@@ -106,6 +106,18 @@ class KnockingOut:
         return self.__dict__.setdefault("_token_knockouts", [])
 
 
+@dataclass(frozen=True)
+class _Without:
+    """Entries pooled without the keys.
+
+    values: [b e D]. affected, gone: [b e] bool, those that change, those of which nothing is left.
+    """
+
+    values: Tensor
+    affected: Tensor
+    gone: Tensor
+
+
 class _Knockout:
     """One block's."""
 
@@ -175,6 +187,18 @@ class _TokenKnockout(_Knockout):
         self.hides_window = "window" in channels
         self.read, self.asked, self.held, self.valued, self.weights = (Last() for _ in range(5))
         self.index_queries, self.index_weights = Last(), Last()
+        self.reads = {
+            f"layers.{layer}.attention_norm_output": self.read,
+            f"{self.path}.attention_queries": self.asked,
+            f"{self.path}.attention_keys": self.held,
+        }
+        if self.pools_entries:
+            self.reads[f"{self.path}.attention_values"] = self.valued
+            self.reads[f"{self.path}.attention_probabilities"] = self.weights
+        if self.pools_index:
+            indexer = f"{self.path}.compressor.indexer"
+            self.reads[f"{indexer}.indexer_queries"] = self.index_queries
+            self.reads[f"{indexer}.indexer_head_weights"] = self.index_weights
         compressor = getattr(self.attention, "compressor", None)
         self.entries = _Copies(compressor, self.kind, keys, lambda slots: slots.compressor)
         self.index = _Copies(
@@ -194,18 +218,10 @@ class _TokenKnockout(_Knockout):
 
     @contextmanager
     def attached(self):
-        reads = {"attention_queries": self.asked, "attention_keys": self.held}
-        if self.pools_entries:
-            reads |= {"attention_values": self.valued, "attention_probabilities": self.weights}
-        if self.pools_index:
-            reads["compressor.indexer.indexer_queries"] = self.index_queries
-            reads["compressor.indexer.indexer_head_weights"] = self.index_weights
-        normed = self.model.hook_dict[f"layers.{self.layer}.attention_norm_output"]
         active = self.model._knocked_out
         with ExitStack() as stack:
-            stack.enter_context(self.read.of(normed))
-            for name, last in reads.items():
-                stack.enter_context(last.of(self.point(name)))
+            for name, last in self.reads.items():
+                stack.enter_context(last.of(self.model.hook_dict[name]))
             stack.enter_context(super().attached())
             active.append(self)
             stack.callback(active.remove, self)
@@ -243,6 +259,8 @@ class _TokenKnockout(_Knockout):
             on_tokens = on_tokens.masked_fill(where & hidden[:, None, None, :], MASKED)
         if on_entries.shape[-1]:
             on_entries = torch.where(where, self._entry_scores(on_entries, call, hook), on_entries)
+        if not self.pools_entries:
+            self._release()
         return torch.cat((on_tokens, on_entries), dim=-1)
 
     def _entry_scores(self, scores: Tensor, call: Call, hook: HookPoint) -> Tensor:
@@ -265,22 +283,32 @@ class _TokenKnockout(_Knockout):
 
     def edit_outputs(self, outputs: Tensor, hook: HookPoint) -> Tensor | None:
         """Head outputs [b s N D], of copies where the queries see copies."""
-        call, without = hook.stage.call, self.entries.last
-        columns = self.rows.any(0).nonzero().flatten()
-        if without is None or not len(columns) or not bool(without.affected.any()):
-            return None
+        without, columns = self.entries.last, self.rows.any(0).nonzero().flatten()
+        edited = None
+        if without is not None and len(columns) and bool(without.affected.any()):
+            mixed = self._mixed(without, columns, hook.stage.call)
+            changed = outputs.index_copy(1, columns, mixed)
+            edited = torch.where(self.where(self.rows).transpose(1, 2), changed, outputs)
+        self._release()
+        return edited
+
+    def _mixed(self, without: _Without, columns: Tensor, call: Call) -> Tensor:
+        """[b q N D]: outputs of the tokens in these columns, if all their entries were copies."""
         tokens = call.token_positions.shape[1]
         weights = self.weights.value[:, :, columns].transpose(1, 2)
         copied = torch.nn.functional.pad(without.affected, (tokens, 0))[:, None, None, :]
-        mixed = mix_values(
-            weights.masked_fill(copied, 0.0), wide(self.valued.value).squeeze(1), tokens
-        )
+        values = wide(self.valued.value).squeeze(1)
+        mixed = mix_values(weights.masked_fill(copied, 0.0), values, tokens)
         on_copies = weights.masked_fill(~copied, 0.0)[..., tokens:]
         mixed = mixed + on_copies @ wide(without.values).unsqueeze(1)
         cos, sin = (t[:, columns].unsqueeze(2) for t in call.rotations[self.attention.rope_kind])
-        mixed = rotate_back(mixed.to(outputs.dtype), cos, sin)
-        changed = outputs.index_copy(1, columns, mixed)
-        return torch.where(self.where(self.rows).transpose(1, 2), changed, outputs)
+        return rotate_back(mixed.to(self.valued.value.dtype), cos, sin)
+
+    def _release(self) -> None:
+        """Of a block that has run nothing is kept but what a KV cache will need."""
+        for last in self.reads.values():
+            last.value = None
+        self.rows = self.chosen = self.entries.last = self.index.last = None
 
     def _refuse_shared(self, hook: HookPoint) -> None:
         for other in self.model._knocked_out:
@@ -291,18 +319,6 @@ class _TokenKnockout(_Knockout):
                     f"two knockouts of layer {self.layer} share queries: give all keys of a query "
                     "in one knockout"
                 )
-
-
-@dataclass(frozen=True)
-class _Without:
-    """Entries pooled without the keys.
-
-    values: [b e D]. affected, gone: [b e] bool, those that change, those of which nothing is left.
-    """
-
-    values: Tensor
-    affected: Tensor
-    gone: Tensor
 
 
 class _Copies:

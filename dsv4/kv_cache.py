@@ -24,7 +24,7 @@ from dsv4.inputs import Inputs
 from dsv4.tape import Tape
 
 # `expand` shares entries of a prefix up to this many tokens, and copies those of a longer one.
-SHARED_ENTRIES = 16384
+SHARED_ENTRIES = 8192
 
 _CLAIM = threading.Lock()
 
@@ -228,8 +228,9 @@ class KVCache:
         """A cache of n rows that all continue this one's row; this one stays usable.
 
         The rows share one copy of what the prefix needs to be cut back, and of its entries up to
-        SHARED_ENTRIES tokens. A longer prefix's entries are copied for each row: putting shared and
-        own entries side by side costs a copy in every call, at that length 5 % of a decoding step.
+        SHARED_ENTRIES tokens. Entries of a longer prefix are copied for each row: shared ones have
+        to be put in front of each row's own in every call, which cost 2 % of a decoding step after
+        8,192 tokens and 6 % after 16,384 (8 rows of the model of benchmarks/decode.py).
         """
         _check_count("expand: n", n, 1)
         if self.batch_size != 1:

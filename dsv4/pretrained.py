@@ -13,7 +13,7 @@ from dsv4.attention import SlidingAttention
 from dsv4.config import Dsv4Config
 from dsv4.experts import Experts, Fp4Experts, Fp8Experts, StoredExperts
 from dsv4.generate import read_generation_config
-from dsv4.kernels.backend import BACKENDS
+from dsv4.kernels.backend import BACKENDS, available
 from dsv4.kernels.sparse_attention import refusal
 from dsv4.linear import Fp8GroupedLinear, Fp8Linear, GroupedLinear, Linear
 from dsv4.rope import Rotary
@@ -32,6 +32,7 @@ def load(cls, repo_or_path, *, dtype, device, weights, kernels, numerics, mtp, s
     from dsv4.convert.hub import fetch
 
     _supported(weights, numerics, mtp)
+    _kernels_run(kernels, device)
     folder = fetch(repo_or_path, **hub)
     checkpoint = open_checkpoint(folder, strict_config=strict_config).check()
     config: Dsv4Config = checkpoint.config
@@ -69,17 +70,30 @@ def use_kernels(model, kernels: str, device: str | torch.device | None, dtype: t
     Raises:
         ValueError: an unknown choice, or "triton" where it cannot run, with the reason.
     """
-    if kernels not in ("auto", *BACKENDS):
-        raise ValueError(f'kernels={kernels!r}: expected "auto", "torch" or "triton"')
+    _kernels_run(kernels, device)
     device = torch.device("cpu" if device is None else device)
     for module in model.modules():
-        if isinstance(module, SlidingAttention):
-            module.backend = kernels
-            if kernels == "auto":
-                module.backend = "triton" if device.type == "cuda" and refusal("triton", device, dtype, module.width) is None else "torch"
-            reason = refusal(module.backend, device, dtype, module.width)
-            if reason is not None:
-                raise ValueError(f'kernels="{kernels}": {reason}; use kernels="auto" or kernels="torch"')
+        if not isinstance(module, SlidingAttention):
+            continue
+        reason = None if kernels == "torch" else refusal("triton", device, dtype, module.width)
+        if kernels == "triton" and reason is not None:
+            raise _cannot_run(reason)
+        # On the CPU it could only be the interpreter, which is for tests.
+        suits = reason is None and device.type == "cuda"
+        module.backend = ("triton" if suits else "torch") if kernels == "auto" else kernels
+
+
+def _kernels_run(kernels: str, device: str | torch.device | None) -> None:
+    """ValueError for an unknown choice, and for "triton" on a device where it never runs."""
+    if kernels not in ("auto", *BACKENDS):
+        raise ValueError(f'kernels={kernels!r}: expected "auto", "torch" or "triton"')
+    reason = available(kernels, "cpu" if device is None else device) if kernels == "triton" else None
+    if reason is not None:
+        raise _cannot_run(reason)
+
+
+def _cannot_run(reason: str) -> ValueError:
+    return ValueError(f'kernels="triton": {reason}; use kernels="auto" or kernels="torch"')
 
 
 def _supported(weights, numerics: str, mtp: bool) -> None:
@@ -180,6 +194,7 @@ def from_transformers(cls, hf_model):
     for module in model.modules():
         if isinstance(module, Rotary):
             module.reset(model.device)
+    use_kernels(model, "auto", model.device, model.dtype)
     return model
 
 

@@ -22,6 +22,7 @@ from dsv4.activation_cache import ActivationCache
 from dsv4.bench import Bench
 from dsv4.capture import as_pos
 from dsv4.hooks import HookPoint
+from dsv4.kernels.numeric import wide
 from dsv4.part import PART_AXES, Positions, check_tokens, indices_of, over_parts, over_tokens
 from dsv4.part import part_size as size_of
 from dsv4.stage import BEFORE_BLOCKS
@@ -226,7 +227,7 @@ class Sweep:
     @staticmethod
     def _of_expert(cache: ActivationCache, name: str, expert: int) -> Tensor:
         slots = cache[name.replace(SLOT_OUTPUTS, "expert_indices")] == expert
-        return (cache[name].float() * slots.unsqueeze(-1)).sum(2)
+        return (wide(cache[name]) * slots.unsqueeze(-1)).sum(2)
 
     def _tokens(self, patches: Sequence[tuple], hook: HookPoint) -> Tensor:
         """[patches * b s] bool."""

@@ -57,7 +57,7 @@ LAUNCH: Mapping[tuple[str, str, int], tuple[Tile, Tile]] = {
     ("sm_80", "dense", 64): (Tile(64, 64, 4, 3), Tile(128, 64, 4, 3)),
     ("sm_80", "fp4", 16): (Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
     ("sm_80", "fp4", 64): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
-    **{(INTERPRETER, form, 16): (Tile(16, 64, 1, 1), Tile(32, 64, 1, 1)) for form in ("dense", "fp8", "fp4")},
+    **{(INTERPRETER, form, 16): (Tile(64, 64, 1, 1), Tile(64, 64, 1, 1)) for form in ("dense", "fp8", "fp4")},
 }
 SUM_COLUMNS = 1024
 
@@ -214,7 +214,7 @@ def sum_slots(slots, valid, out, top_k, N, COLUMNS: tl.constexpr, MASKED: tl.con
     at = slots + token * top_k * N + column
     read = column < N
     if MASKED:
-        read = read & (tl.load(valid + token) != 0)
+        read = tl.where(tl.load(valid + token) != 0, column, N) < N
     total = tl.zeros((COLUMNS,), tl.float32)
     for j in range(top_k):
         total += tl.load(at + j * N, mask=read, other=0.0).to(tl.float32)
@@ -257,11 +257,11 @@ def run(x: Tensor, order: Tensor, ends: Tensor, weights: Tensor, valid: Tensor |
     slots = torch.empty(slot_count, width, dtype=x.dtype, device=x.device)
     expert_gate_up[_grid(tiles, first, inner)](
         x, order, *tiles, *_codes(bank.first, bank.first_scale), neurons, limit, top_k, inner, width,
-        *_grid_of_scales(bank.first_scale), **shared, **_launch(first, width),
+        *_grid_of_scales(bank.first_scale), **shared, **launch_options(first, width),
     )  # fmt: skip
     expert_down[_grid(tiles, second, width)](
         neurons, order, weights, *tiles, *_codes(bank.second, bank.second_scale), slots, width, inner,
-        *_grid_of_scales(bank.second_scale), **shared, **_launch(second, inner),
+        *_grid_of_scales(bank.second_scale), **shared, **launch_options(second, inner),
     )  # fmt: skip
     sum_slots[(tokens, triton.cdiv(width, SUM_COLUMNS))](
         slots, ends if valid is None else valid.view(torch.uint8), out, top_k, width, COLUMNS=SUM_COLUMNS, MASKED=valid is not None
@@ -273,7 +273,7 @@ def _grid(tiles: tuple[Tensor, ...], tile: Tile, columns: int) -> tuple[int]:
     return (tiles[0].shape[0] * triton.cdiv(columns, tile.columns),)
 
 
-def _launch(tile: Tile, depth: int) -> dict:
+def launch_options(tile: Tile, depth: int) -> dict:
     sizes = dict(COLUMNS=tile.columns, DEPTH=tile.depth, STAGES=tile.stages, EVEN=depth % tile.depth == 0)
     # Fused multiply-adds by request: the default of Triton changes with its version.
     return dict(**sizes, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True)

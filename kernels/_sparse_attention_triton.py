@@ -175,6 +175,22 @@ def forward_kernel(
     tl.store(lse_ptr + row * heads + n, lse, mask=n < heads)
 
 
+def options(launch: Launch, width: int, is_selected: bool) -> dict:
+    """The constants of `forward_kernel` and the compiler's options."""
+    return {
+        "SELECTED": is_selected,
+        "D": width,
+        "BLOCK_D": max(MIN_TILE, triton.next_power_of_2(width)),
+        "BLOCK_N": launch.heads,
+        "BLOCK_K": launch.keys,
+        "STAGES": launch.stages if is_selected else launch.stages - 1,
+        # The interpreter takes the bits of 16-bit floats for integers.
+        "WIDEN": INTERPRETED,
+        "num_warps": launch.warps,
+        "enable_fp_fusion": True,
+    }
+
+
 def forward(
     queries: Tensor,
     tokens: Tensor,
@@ -211,15 +227,6 @@ def forward(
             *tokens.stride()[:2],
             *entries.stride()[:2],
             *(query_positions.stride(0), token_positions.stride(0), *selection.stride()[:2]),
-            SELECTED=is_selected,
-            D=width,
-            BLOCK_D=max(MIN_TILE, triton.next_power_of_2(width)),
-            BLOCK_N=launch.heads,
-            BLOCK_K=launch.keys,
-            STAGES=launch.stages if is_selected else launch.stages - 1,
-            # The interpreter computes with the bits of 16-bit floats as if they were integers.
-            WIDEN=INTERPRETED,
-            num_warps=launch.warps,
-            enable_fp_fusion=True,
+            **options(launch, width, is_selected),
         )
     return out, lse

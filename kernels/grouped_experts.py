@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from dsv4.kernels.backend import available
-from dsv4.kernels.grouped_linear import grouped_linear, grouped_linear_each
+from dsv4.kernels.grouped_linear import coded_linear, grouped_linear
 from dsv4.kernels.numeric import wide
-from dsv4.kernels.quantize import dequantize_fp4, dequantize_fp8, fp4_scale_shape, fp8_scale_shape
+from dsv4.kernels.quantize import fp4_scale_shape, fp8_scale_shape
 
 # Slots go through the experts in chunks that hold about this many floats of width H, but not fewer than ROWS for each expert.
 CHUNK = 1 << 22
@@ -77,12 +77,7 @@ class Stored:
         return self
 
     def _product(self, rows: Tensor, ends: Tensor, codes: Tensor, scale: Tensor | None, parts: int) -> Tensor:
-        def matrix(e: int) -> Tensor:
-            if self.form == "fp8":
-                return dequantize_fp8(codes[e], scale[e], rows.dtype, row_parts=parts)
-            return dequantize_fp4(codes[e], scale[e], rows.dtype)
-
-        return grouped_linear(rows, codes, ends) if scale is None else grouped_linear_each(rows, matrix, ends, codes.shape[1])
+        return grouped_linear(rows, codes, ends) if scale is None else coded_linear(rows, codes, scale, ends, parts, False)
 
 
 def clamp_gate(gate: Tensor, limit: float) -> Tensor:

@@ -2,14 +2,17 @@
 
     y[r] = W_e x[r]        for rows ends[e-1] <= r < ends[e]
 
-`grouped_linear` is a registered op over a dense bank (fake implementation and gradient, so that it compiles); `grouped_linear_each`
-asks for one expert's matrix at a time, for banks that are decoded as they are hit. Axes: n row, E expert.
+`grouped_linear` is a registered op over a dense bank (fake implementation and gradient, so that it compiles), `coded_linear` the same
+over FP8 or FP4 codes: each expert that is hit is decoded when its turn comes, in the backward pass again, and kept by neither.
+`grouped_linear_each` asks for one expert's matrix at a time. Axes: n row, E expert.
 """
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from dsv4.kernels.quantize import dequantize_fp4, dequantize_fp8
 
 # torch's grouped product takes these dtypes, with rows that start at multiples of so many bytes.
 GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -81,3 +84,48 @@ def _gradient_of_outer(ctx, dw: Tensor):
 grouped_linear.register_autograd(_gradient, setup_context=_keep)
 # Second derivatives pass through the gradient of the weights.
 grouped_outer.register_autograd(_gradient_of_outer, setup_context=_keep)
+
+
+@torch.library.custom_op("dsv4::coded_linear", mutates_args=())
+def coded_linear(x: Tensor, codes: Tensor, scale: Tensor, ends: Tensor, row_parts: int, transposed: bool) -> Tensor:
+    """x [n in] sorted by expert -> [n out]; transposed: x [n out] -> [n in].
+
+    Args:
+        codes: [E out in] float8_e4m3fn with scales as `dequantize_fp8` takes them, row_parts included, or [E out in/2] int8 of packed
+            FP4 with [E out in/32]. They take no gradient; x does, of every order.
+    """
+
+    def matrix(e: int) -> Tensor:
+        decoded = decode(codes[e], scale[e], x.dtype, row_parts)
+        return decoded.t() if transposed else decoded
+
+    return grouped_linear_each(x, matrix, ends, _widths(codes)[transposed])
+
+
+@coded_linear.register_fake
+def _(x, codes, scale, ends, row_parts, transposed):
+    return x.new_empty(x.shape[0], _widths(codes)[transposed])
+
+
+def decode(codes: Tensor, scale: Tensor, dtype: torch.dtype, row_parts: int = 1) -> Tensor:
+    """The matrix of stored codes, by their dtype: float8_e4m3fn or packed FP4."""
+    if codes.dtype == torch.float8_e4m3fn:
+        return dequantize_fp8(codes, scale, dtype, row_parts=row_parts)
+    return dequantize_fp4(codes, scale, dtype)
+
+
+def _widths(codes: Tensor) -> tuple[int, int]:
+    """(out, in) of each matrix."""
+    return codes.shape[1], codes.shape[2] * (1 if codes.dtype == torch.float8_e4m3fn else 2)
+
+
+def _keep_codes(ctx, inputs, output) -> None:
+    _, *tensors, ctx.row_parts, ctx.transposed = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _gradient_of_rows(ctx, dy: Tensor):
+    return coded_linear(dy.contiguous(), *ctx.saved_tensors, ctx.row_parts, not ctx.transposed), *[None] * 5
+
+
+coded_linear.register_autograd(_gradient_of_rows, setup_context=_keep_codes)

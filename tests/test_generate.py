@@ -574,6 +574,14 @@ def test_a_stream_can_be_left_and_the_model_used_meanwhile(model, ids):
     assert model.hook_dict["logits"].step == 0
 
 
+def test_writing_into_a_streamed_token_changes_nothing(model, ids):
+    expected, taken = model.generate(ids, 5, eos_token_id=None), []
+    for token in model.generate_stream(ids, 5, eos_token_id=None):
+        taken.append(token.clone())
+        token.zero_()
+    assert torch.equal(torch.stack(taken, dim=1), expected[:, 13:])
+
+
 def test_streams_check_at_once(model, ids):
     with pytest.raises(ValueError, match="temperature"):
         model.generate_stream(ids, 3, temperature=-1)

@@ -459,7 +459,9 @@ def test_integers_only_if_they_fit():
     with torch.no_grad():
         expected = run([(name, changed)])
         for dtype in (torch.int32, torch.int16, torch.uint8, torch.uint64):
-            assert torch.equal(run([(name, lambda v, hook, to=dtype: changed(v, hook).to(to))]), expected)
+            assert torch.equal(
+                run([(name, lambda v, hook, to=dtype: changed(v, hook).to(to))]), expected
+            )
         huge = torch.full((2, 19, 2), 2**64 - 1, dtype=torch.uint64)
         with pytest.raises(ValueError, match=r"torch.uint64 values that do not fit torch.int64"):
             run([(name, lambda v, hook: huge)])

@@ -304,6 +304,13 @@ def test_two_models_do_not_share_a_run_on_one_cache(model, ids, kv):
     assert_same(kv, before)
 
 
+def test_in_use_is_claimed_once(kv):
+    with kv.in_use(), pytest.raises(RuntimeError, match="in progress"), kv.in_use():
+        raise AssertionError("claimed twice")
+    with kv.in_use():
+        pass
+
+
 def test_another_thread_cannot_take_a_cache_in_use(model, ids, kv):
     twin, errors = copy.deepcopy(model), []
 

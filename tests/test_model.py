@@ -230,6 +230,13 @@ def test_watching_everything_gives_the_indexer_no_gradient_either(model: Dsv4, i
     }
 
 
+def test_no_value_holds_a_graph_where_none_is_wanted(model: Dsv4, ids: Tensor):
+    with torch.no_grad():
+        out, cache = model.run_with_cache(ids, "**", detach=False)
+    assert not out.requires_grad
+    assert not [name for name, value in cache.items() if value.requires_grad]
+
+
 def test_second_derivatives():
     """Of the loss by the embeddings, and by the embeddings of a gradient of expert weights,
     against central differences.

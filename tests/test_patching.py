@@ -164,7 +164,7 @@ def test_values_of_the_model_and_names_together():
 
 
 def test_flips_are_counted():
-    found = sweep({"name": "layer_output", "layers": [0, 3], "pos": [2, None][:1]})
+    found = sweep({"name": "layer_output", "layers": [0, 3], "pos": [2]})
     for i, layer in enumerate((0, 3)):
         name = f"layers.{layer}.layer_output"
         source, base = run(CORRUPT, [name])[1][name], run(CLEAN, CHOICES)[1]
@@ -234,8 +234,8 @@ def test_a_stopped_sweep_goes_on(tmp_path):
         file=path,
         progress=False,
     )
-    # Two for the runs without a patch, and the five patches that were left.
-    assert len(calls) == 7
+    # Two for the runs without a patch, and the six patches that were left.
+    assert len(calls) == 8
     assert torch.allclose(found.metric, whole.metric, atol=2e-5)
     assert torch.equal(found.routing_flips, whole.routing_flips)
     calls.clear()
@@ -396,7 +396,7 @@ def test_paths_are_what_one_sender_changes_of_what_is_read():
             changed = run(CLEAN, reads)[1]
         for j, read in enumerate(reads):
             with torch.no_grad():
-                put = (read, lambda v, hook: changed[hook.name])
+                put = (read, lambda v, hook, to=changed[read]: to)
                 expected = metric(MODEL.run_with_hooks(CLEAN, [put], attention_mask=MASK))
             assert float(found.metric[i, j]) == pytest.approx(float(expected), abs=5e-5), (i, j)
     assert bool((found.effect[2, :1] == 0).all())
@@ -404,8 +404,7 @@ def test_paths_are_what_one_sender_changes_of_what_is_read():
 
 
 def test_heads_add_up_to_their_attention():
-    """At the readout a linear metric of it is a sum over heads, and over both parts of a mixture."""
-    model = MODEL
+    """What is linear in the readout is a sum over heads, and over both parts of a mixture."""
     names = ["layers.4.self_attn.attention_head_results", "layers.4.self_attn.attention_output"]
     names += [f"layers.4.mlp.{x}" for x in ("routed_output", "shared_expert_output", "mlp_output")]
     before = {}
@@ -413,9 +412,9 @@ def test_heads_add_up_to_their_attention():
     def linear(logits):
         return before["readout"].double().sum().float() + 0 * logits.sum()
 
-    handle = model.add_hook("readout", lambda v, hook: before.update({"readout": v[:, -1].clone()}))
+    handle = MODEL.add_hook("readout", lambda v, hook: before.update({"readout": v[:, -1].clone()}))
     with handle:
-        found = model.path_patch(CLEAN[:1], CORRUPT[:1], names, "readout", linear, batch=1)
+        found = MODEL.path_patch(CLEAN[:1], CORRUPT[:1], names, "readout", linear, batch=1)
     labels = found.axes["senders"]
     effect = dict(zip(labels, found.effect[:, 0].tolist(), strict=True))
     heads = sum(effect[(names[0], h)] for h in range(4))

@@ -1,0 +1,170 @@
+"""What tests and benchmarks of device code share: arguments, a process with Triton's interpreter,
+and what a kernel compiled for a device that is not here would need of it.
+
+Axes: b batch, s query column, w earlier column, N head, D head width, e entry, t selected entry.
+"""
+
+import importlib.util
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from unittest.mock import patch
+
+import torch
+
+from dsv4.kernels.sparse_attention import Reach
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCase:
+    """Sizes of one call of `sparse_attention`.
+
+    Attributes:
+        rows: (tokens before the call, padding at the left, real tokens) of each row.
+        columns: s; the rest of a row is padding at the right.
+        entries: e, 0 for none; kept: t, or None for all closed entries.
+    """
+
+    rows: tuple[tuple[int, int, int], ...]
+    columns: int
+    window: int
+    entries: int = 0
+    kept: int | None = None
+    rate: int = 1
+    heads: int = 3
+    width: int = 16
+    dtype: torch.dtype = torch.float32
+
+    def arguments(self, device: str = "cpu") -> dict:
+        """Random ones, the same on every device; a fifth of the selection is -1, and what is not
+        closed yet is selected too.
+        """
+        earlier = max(min(past, self.window - 1) for past, _, _ in self.rows)
+        query, places = [], []
+        for past, start, count in self.rows:
+            before = [past - i if past >= i else -1 for i in range(earlier, 0, -1)]
+            new = [*range(past, past + count)]
+            new = [-1] * start + new + [-1] * (self.columns - start - count)
+            query.append(new)
+            places.append(before + new)
+        gap = max((start for past, start, _ in self.rows if past), default=0)
+        b, s = len(self.rows), self.columns
+        sizes = {"tokens": earlier + s, "entries": self.entries}
+        rows = {name: torch.randn(b, n, self.width).to(self.dtype) for name, n in sizes.items()}
+        selection = None
+        if self.kept is not None:
+            selection = torch.rand(b, s, self.entries).argsort(-1)[..., : self.kept]
+            selection = selection.masked_fill(torch.rand(selection.shape) < 0.2, -1).to(device)
+        positions = torch.tensor(query).to(device), torch.tensor(places).to(device)
+        return {
+            "queries": torch.randn(b, s, self.heads, self.width).to(self.dtype).to(device),
+            "tokens": rows["tokens"].to(device),
+            "entries": rows["entries"].to(device) if self.entries else None,
+            "sinks": torch.randn(self.heads).to(device),
+            "reach": Reach(self.window, *positions, gap, self.rate),
+            "selection": selection,
+            "scale": self.width**-0.5,
+        }
+
+
+@contextmanager
+def interpreter(module: ModuleType) -> Iterator[Callable]:
+    """`run(function, *arguments)` calls a function of `module` in a process whose Triton interprets
+    kernels on CPU tensors; fresh memory there is NaN.
+
+    A process of its own, because Triton decides when it is imported.
+    """
+    context = multiprocessing.get_context("spawn")
+    place = (module.__name__, module.__file__)
+    with ProcessPoolExecutor(1, context, initializer=_prepare, initargs=place) as pool:
+        with patch.dict(os.environ, TRITON_INTERPRET="1"):
+            pool.submit(int).result()
+        yield lambda function, *arguments: pool.submit(function, *arguments).result()
+
+
+def _prepare(name: str, file: str) -> None:
+    torch.set_num_threads(1)
+    # Fills what torch.empty returns with NaN.
+    torch.use_deterministic_algorithms(True)
+    # Functions arrive by the module's name, and pytest's has parents that no folder stands for.
+    parents = name.split(".")[:-1]
+    for i in range(len(parents)):
+        sys.modules[".".join(parents[: i + 1])] = ModuleType(parents[i])
+    spec = importlib.util.spec_from_file_location(name, file)
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a compiled kernel takes, and how often its PTX names an instruction.
+
+    Attributes:
+        registers, stack: of a thread; a stack (bytes) is where registers spill to.
+        shared: bytes of a program. tensor_memory: columns of a program.
+    """
+
+    registers: int
+    stack: int
+    shared: int
+    tensor_memory: int
+    instructions: Mapping[str, int]
+
+
+# Instructions counted: what keeps the tensor cores busy, and copies that a program does not wait for.
+COUNTED = ("wgmma.mma_async", "mma.sync", "tcgen05.mma", "cp.async.c")
+
+
+def resources(
+    kernel, types: Mapping[str, str], options: Mapping, capability: int, aligned: tuple[str, ...]
+) -> Resources:
+    """Compile for a CUDA capability (90 for sm_90) that need not be here.
+
+    Args:
+        types: argument -> Triton's name of its type. aligned: integers that are multiples of 16.
+        options: constants of the kernel, num_warps and compiler options, as at the launch.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    constants = {name: value for name, value in options.items() if name in names}
+    rest = {name: value for name, value in options.items() if name not in names}
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    hints = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name].startswith("*") or name in aligned
+    }
+    source = ASTSource(kernel, signature, constants, hints)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=rest)
+    ptx = compiled.asm["ptx"]
+    used = dict(re.findall(r"(REG|STACK):(\d+)", _usage(compiled.asm["cubin"])))
+    return Resources(
+        registers=int(used["REG"]),
+        stack=int(used["STACK"]),
+        shared=compiled.metadata.shared,
+        tensor_memory=getattr(compiled.metadata, "tmem_size", None) or 0,
+        instructions={name: ptx.count(name) for name in COUNTED},
+    )
+
+
+def _usage(cubin: bytes) -> str:
+    """What the binary says of itself, by the tool that Triton brings."""
+    import triton
+
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / "kernel.cubin"
+        place.write_bytes(cubin)
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", place]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
