@@ -24,7 +24,6 @@ from dsv4.config import Dsv4Config
 from dsv4.convert import names
 from dsv4.convert.header import Shard, StoredTensor, read_shards
 from dsv4.convert.layout import INT64
-from dsv4.convert.memory import empty
 from dsv4.convert.names import Place, Scheme
 from dsv4.convert.packaging import refuse_packagings
 from dsv4.convert.plan import (
@@ -178,6 +177,13 @@ class Checkpoint:
             if layers is None or (block := names.block_of(source.name)) is None or block in layers
             for piece in source.pieces
         ]
+        becomes = {
+            source.name: (
+                source.spec.dtype or dtype or stored_dtype(source),
+                module_of(source.name) in kept,
+            )
+            for source in self.sources.values()
+        }
         steps.sort(key=lambda step: (step[0].weight.file, step[0].weight.begin))
         files = _Files(self.folder)
         done, total = 0, sum(piece.nbytes for piece, _ in steps)
@@ -187,10 +193,8 @@ class Checkpoint:
             if source.spec.dtype is INT64:
                 check_ids(piece.weight.name, weight, self.config.n_routed_experts)
             check_codes(piece.weight.name, weight)
-            if scale is not None:
-                check_scale(piece.scale.name, scale)
-            values = source.spec.dtype or dtype or stored_dtype(source)
-            yield _Read(source, piece, weight, scale, values, module_of(source.name) in kept)
+            largest = None if scale is None else check_scale(piece.scale.name, scale)
+            yield _Read(source, piece, weight, scale, largest, *becomes[source.name])
             done += piece.nbytes
             if progress is not None:
                 progress(done, total)
@@ -204,20 +208,22 @@ class _Read:
     piece: Piece
     weight: Tensor
     scale: Tensor | None
+    largest_scale: float | None
     dtype: torch.dtype
     is_kept: bool
 
     def empty(self, shape: tuple[int, ...]) -> list[Tensor]:
         """Room for a tensor of that logical shape: [values], or [codes, scales] if it is kept."""
         if not self.is_kept:
-            return [empty(shape, self.dtype)]
+            return [torch.empty(shape, dtype=self.dtype)]
         if self.source.format == "fp4":
             shape = (*shape[:-1], shape[-1] // 2)
             scale_shape = fp4_scale_shape(shape)
         else:
             # A single expert's part [o, i] is one half already.
             scale_shape = fp8_scale_shape(shape, self.source.row_parts if len(shape) == 3 else 1)
-        return [empty(shape, self.weight.dtype), empty(scale_shape, self.scale.dtype)]
+        codes = torch.empty(shape, dtype=self.weight.dtype)
+        return [codes, torch.empty(scale_shape, dtype=self.scale.dtype)]
 
     def fill(self, out: list[Tensor]) -> None:
         if self.is_kept:
@@ -228,7 +234,7 @@ class _Read:
         else:
             decode(self.weight, self.scale, self.source.format, self.dtype, out=out[0])
         if not self.is_kept and self.dtype is not INT64:
-            check_range(self.piece.weight.name, self.weight, self.scale, out[0])
+            check_range(self.piece.weight.name, self.weight, self.largest_scale, out[0])
 
 
 class _Files:

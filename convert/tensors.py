@@ -5,6 +5,7 @@ FP8, FP4 -> floating  decode(weight, scale, format)      <->  encode(weight, for
 bytes -> checked      check_codes, check_scale, check_ids: what no header can tell
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -71,42 +72,34 @@ def check_codes(name: str, weight: Tensor) -> None:
         )
 
 
-def check_scale(name: str, scale: Tensor) -> None:
-    """Raises CheckpointError if a scale is NaN (E8M0 byte 255) or, in float32, infinite."""
-    if quantize.has_bad_scale(scale):
-        what = (
-            "is not finite"
-            if scale.dtype == torch.float32
-            else "has the E8M0 byte 255, which is NaN"
-        )
+def check_scale(name: str, scale: Tensor) -> float:
+    """The largest scale. Raises CheckpointError if one is NaN (E8M0 byte 255) or infinite."""
+    largest = quantize.largest_scale(scale)
+    if not math.isfinite(largest):
+        what = "is not finite" if scale.dtype == torch.float32 else "is the E8M0 byte 255, NaN"
         raise CheckpointError(f"{name}: a scale {what}; the file is damaged")
+    return largest
 
 
-def check_range(name: str, weight: Tensor, scale: Tensor | None, result: Tensor) -> None:
+def check_range(name: str, weight: Tensor, largest: float | None, result: Tensor) -> None:
     """Raises CheckpointError if finite stored values became infinite in the result's dtype.
 
-    Looked for only where it can happen: an enormous scale, or a dtype of less range than the stored
-    one.
+    Looked for only where it can happen: with an enormous `largest` scale, or where the dtype has
+    less range than the stored one.
     """
     limit = torch.finfo(result.dtype).max
-    if scale is not None and scale.numel():
-        values = scale if scale.dtype == torch.float32 else quantize.e8m0_to_float32(scale)
-        is_possible = float(values.abs().amax()) * quantize.FP8_MAX > limit
+    if largest is not None:
+        is_possible = largest * quantize.FP8_MAX > limit
     else:
         is_possible = weight.is_floating_point() and torch.finfo(weight.dtype).max > limit
-    if is_possible and bool((result.isinf() & ~_is_infinite(weight, result.shape)).any()):
+    if not is_possible:
+        return
+    # Codes have no infinity, plain weights may hold one.
+    was_infinite = weight.isinf() if largest is None else torch.zeros((), dtype=torch.bool)
+    if bool((result.isinf() & ~was_infinite).any()):
         raise CheckpointError(
             f"{name} has values beyond {limit:.4g}, the largest of {result.dtype}; load in float32"
         )
-
-
-def _is_infinite(weight: Tensor, shape: torch.Size) -> Tensor:
-    # FP8 and FP4 codes have no infinity.
-    return (
-        weight.isinf()
-        if weight.shape == shape and weight.dtype.itemsize > 1
-        else torch.zeros(shape, dtype=torch.bool)
-    )
 
 
 def check_ids(name: str, ids: Tensor, num_experts: int) -> None:

@@ -17,7 +17,7 @@ FP4_GROUP = 32
 class Experts(nn.Module):
     """Dense bank: gate_up_proj [E, 2I, H], down_proj [E, H, I]."""
 
-    kernels = "torch"
+    form = "dense"
 
     def __init__(self, config: Dsv4Config):
         super().__init__()
@@ -29,11 +29,12 @@ class Experts(nn.Module):
     def _sizes(self, config: Dsv4Config) -> None:
         self.num_experts, self.neurons, self.width = config.n_routed_experts, config.moe_intermediate_size, config.hidden_size
         self.limit = config.swiglu_limit
+        self.backend = "torch"
 
     def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """x [b s H], indices and weights [b s k] -> [b s H] float32: weighted sum over slots."""
         slots = (indices.flatten(0, 1), weights.flatten(0, 1))
-        return grouped_experts(x.flatten(0, 1), *slots, self, self.limit, self.kernels).view(x.shape)
+        return grouped_experts(x.flatten(0, 1), *slots, self, self.limit, self.backend).view(x.shape)
 
     def stored(self, dtype: torch.dtype) -> Stored:
         """What the device code reads."""
@@ -96,6 +97,16 @@ class StoredExperts(Experts):
     def down_matrix(self, expert, dtype):
         return decode(self.down_proj[expert], self.down_proj_scale_inv[expert], dtype)
 
+    def dequantized(self, dtype: torch.dtype = torch.bfloat16) -> Experts:
+        """The dense bank of the same weights, new parameters."""
+        dense = Experts.__new__(Experts)
+        nn.Module.__init__(dense)
+        for name in ("num_experts", "neurons", "width", "limit", "backend"):
+            setattr(dense, name, getattr(self, name))
+        for leaf, decoded in (("gate_up_proj", self.gate_up_matrix), ("down_proj", self.down_matrix)):
+            setattr(dense, leaf, nn.Parameter(torch.stack([decoded(e, dtype) for e in range(self.num_experts)])))
+        return dense
+
     def gate_up(self, rows, ends):
         return coded_linear(rows, self.gate_up_proj, self.gate_up_proj_scale_inv, ends, 2, False)
 
@@ -109,6 +120,8 @@ class StoredExperts(Experts):
 class Fp8Experts(StoredExperts):
     """E4M3 codes with 128x128 scales; gate and up have a grid of scales each."""
 
+    form = "fp8"
+
     def empty(self, rows, columns, stacked):
         e = self.num_experts
         grid = (stacked * -(-rows // stacked // SCALE_BLOCK), -(-columns // SCALE_BLOCK))
@@ -120,6 +133,8 @@ class Fp8Experts(StoredExperts):
 
 class Fp4Experts(StoredExperts):
     """E2M1 codes packed two to a byte (low nibble = even column) with one E8M0 scale per 32 columns."""
+
+    form = "fp4"
 
     def empty(self, rows, columns, stacked):
         e = self.num_experts

@@ -49,6 +49,16 @@ class Fp8Linear(Linear):
     def matrix(self, dtype: torch.dtype) -> Tensor:
         return dequantize_fp8(self.weight, self.weight_scale_inv, dtype)
 
+    def dequantized(self, dtype: torch.dtype = torch.bfloat16) -> Linear:
+        """The dense layer of the same weight, a new parameter."""
+        return self._dense(Linear, self.in_features, self.out_features, dtype=dtype)
+
+    def _dense(self, kind: type[Linear], *sizes: int, dtype: torch.dtype) -> Linear:
+        with torch.device("meta"):
+            dense = kind(*sizes)
+        dense.weight = nn.Parameter(self.matrix(dtype))
+        return dense
+
     def _apply(self, fn, recurse=True):
         return apply_to_codes(self, fn)
 
@@ -81,6 +91,10 @@ class Fp8GroupedLinear(Fp8Linear):
 
     forward = GroupedLinear.forward
     by_group = GroupedLinear.by_group
+
+    def dequantized(self, dtype: torch.dtype = torch.bfloat16) -> GroupedLinear:
+        sizes = (self.in_features * self.groups, self.out_features // self.groups, self.groups)
+        return self._dense(GroupedLinear, *sizes, dtype=dtype)
 
 
 def grouped_product(x: Tensor, weight: Tensor) -> Tensor:

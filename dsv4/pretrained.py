@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from dsv4.attention import SlidingAttention
 from dsv4.config import Dsv4Config
 from dsv4.experts import Experts, Fp4Experts, Fp8Experts, StoredExperts
 from dsv4.generate import read_generation_config
+from dsv4.kernels import grouped_experts, sparse_attention
 from dsv4.kernels.backend import BACKENDS, available
-from dsv4.kernels.sparse_attention import refusal
 from dsv4.linear import Fp8GroupedLinear, Fp8Linear, GroupedLinear, Linear
 from dsv4.rope import Rotary
 from dsv4.table import Table
@@ -41,10 +42,10 @@ def load(cls, repo_or_path, *, dtype, device, weights, kernels, numerics, mtp, s
     dtype = dtype or config.torch_dtype
     with torch.device("meta"):
         model = cls(config)
-    use_kernels(model, kernels, device, dtype)
     if native:
         for name, form in stored.items():
             keep_stored(model, name, form)
+    use_kernels(model, kernels, device, dtype)
     print(f"{repo_or_path}: {checkpoint.summary()}; weights {'native' if native else 'dequantized'}, {dtype}", file=sys.stderr)
     total = sum(piece.nbytes for source in checkpoint.sources.values() for piece in source.pieces)
     show = total > LONG_LOAD if progress is None else progress
@@ -73,9 +74,13 @@ def use_kernels(model, kernels: str, device: str | torch.device | None, dtype: t
     _kernels_run(kernels, device)
     device = torch.device("cpu" if device is None else device)
     for module in model.modules():
-        if not isinstance(module, SlidingAttention):
+        if isinstance(module, SlidingAttention):
+            refuses = partial(sparse_attention.refusal, width=module.width)
+        elif isinstance(module, Experts):
+            refuses = partial(grouped_experts.refusal, form=module.form)
+        else:
             continue
-        reason = None if kernels == "torch" else refusal("triton", device, dtype, module.width)
+        reason = None if kernels == "torch" else refuses("triton", device, dtype)
         if kernels == "triton" and reason is not None:
             raise _cannot_run(reason)
         # On the CPU it could only be the interpreter, which is for tests.
@@ -140,28 +145,9 @@ def keep_stored(model: nn.Module, name: str, form: str) -> None:
 def dequantize(model):
     """The body of `Dsv4.dequantize`."""
     for name, module in list(model.named_modules()):
-        if isinstance(module, StoredExperts):
-            dense: nn.Module = _empty(lambda: Experts(model.config))
-            banks = {"gate_up_proj": module.gate_up_matrix, "down_proj": module.down_matrix}
-            for leaf, decode in banks.items():
-                matrices = [decode(e, model.dtype) for e in range(module.num_experts)]
-                setattr(dense, leaf, nn.Parameter(torch.stack(matrices)))
-        elif isinstance(module, Fp8Linear):
-            grouped = isinstance(module, Fp8GroupedLinear)
-            sizes = (module.in_features, module.out_features)
-            if grouped:
-                sizes = (module.in_features * module.groups, module.out_features // module.groups, module.groups)
-            dense = _empty(lambda kind=GroupedLinear if grouped else Linear, sizes=sizes: kind(*sizes))
-            dense.weight = nn.Parameter(module.matrix(model.dtype))
-        else:
-            continue
-        model.set_submodule(name, dense)
+        if isinstance(module, StoredExperts | Fp8Linear):
+            model.set_submodule(name, module.dequantized(model.dtype))
     return model
-
-
-def _empty(build) -> nn.Module:
-    with torch.device("meta"):
-        return build()
 
 
 def save(model, folder: str | Path, *, format: str, overwrite: bool) -> None:

@@ -120,7 +120,7 @@ class Resources:
     instructions: Mapping[str, int]
 
 
-# Instructions counted: what keeps the tensor cores busy, and copies that a program does not wait for.
+# Instructions counted: products on tensor cores, and copies that a program does not wait for.
 COUNTED = ("wgmma.mma_async", "mma.sync", "tcgen05.mma", "cp.async.c")
 
 

@@ -6,8 +6,8 @@
 
 A program owns one tile of a group's rows (never two groups) and a tile of output columns. Products are transposed, weights on the
 left: a tensor core wants 64 rows there, which decoding one token has only on the side of the weights, and stored codes are then
-widened in registers on their way to it. Dense weights and FP8 codes multiply as they are, FP8's block scale goes onto each
-block's product in float32; FP4 codes with their scales are bfloat16 exactly. Addresses are int64 wherever an expert or a slot enters.
+widened in registers on their way to it: FP8 codes times scale to the nearest bfloat16, FP4 codes times scale exactly. Addresses are
+int64 wherever an expert or a slot enters.
 """
 
 import functools
@@ -57,7 +57,10 @@ LAUNCH: Mapping[tuple[str, str, int], tuple[Tile, Tile]] = {
     ("sm_80", "dense", 64): (Tile(64, 64, 4, 3), Tile(128, 64, 4, 3)),
     ("sm_80", "fp4", 16): (Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
     ("sm_80", "fp4", 64): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
-    **{(INTERPRETER, form, 16): (Tile(64, 64, 1, 1), Tile(64, 64, 1, 1)) for form in ("dense", "fp8", "fp4")},
+    **{
+        (INTERPRETER, form, 16): (Tile(64, 64, 1, 1), Tile(64, 64, 1, 1))
+        for form in ("dense", "fp8", "fp4")
+    },
 }
 SUM_COLUMNS = 1024
 
@@ -96,8 +99,22 @@ def _fp4(packed, scale, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
 
 
 @triton.jit
-def _multiply(acc, codes, scales, x, row, block_row, k0, K, SCALES_WIDE, FORM: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-              EVEN: tl.constexpr, WIDEN: tl.constexpr):
+def _multiply(
+    acc,
+    codes,
+    scales,
+    x,
+    row,
+    block_row,
+    k0,
+    K,
+    SCALES_WIDE,
+    FORM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    EVEN: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
     """acc [COLUMNS, ROWS] += W[row, k0 : k0 + DEPTH] x [DEPTH, ROWS], for one expert's codes and scales."""
     if FORM == "fp4":
         half = k0 // 2 + tl.arange(0, DEPTH // 2)
@@ -110,7 +127,9 @@ def _multiply(acc, codes, scales, x, row, block_row, k0, K, SCALES_WIDE, FORM: t
             packed = tl.load(at, mask=half[None, :] < K // 2, other=0)
             scale = tl.load(scale_at, mask=fours[None, :] < SCALES_WIDE, other=127)
         if WIDEN:
-            return tl.dot(_fp4(packed, _e8m0(scale), COLUMNS, DEPTH), x, acc, input_precision="ieee")
+            return tl.dot(
+                _fp4(packed, _e8m0(scale), COLUMNS, DEPTH), x, acc, input_precision="ieee"
+            )
         else:
             return tl.dot_scaled(packed, scale, "e2m1", x, None, "bf16", acc)
     else:
@@ -142,9 +161,29 @@ def _tile(tile_expert, tile_row, ends, pid, ROWS: tl.constexpr):
 
 
 @triton.jit
-def expert_gate_up(x, order, tile_expert, tile_row, ends, codes, scales, neurons, limit, top_k, N, K, SCALES_HIGH, SCALES_WIDE,
-                   FORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
-                   EVEN: tl.constexpr, WIDEN: tl.constexpr):
+def expert_gate_up(
+    x,
+    order,
+    tile_expert,
+    tile_row,
+    ends,
+    codes,
+    scales,
+    neurons,
+    limit,
+    top_k,
+    N,
+    K,
+    SCALES_HIGH,
+    SCALES_WIDE,
+    FORM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
     """x [t K], codes [E 2N ..], scales [E SCALES_HIGH SCALES_WIDE] -> neurons [n N] in sorted order."""
     blocks = tl.cdiv(N, COLUMNS)
     pid = tl.program_id(0)
@@ -166,8 +205,38 @@ def expert_gate_up(x, order, tile_expert, tile_row, ends, codes, scales, neurons
         x_t = tl.load(x_at + k) if EVEN else tl.load(x_at + k, mask=k < K, other=0.0)
         if WIDEN:
             x_t = x_t.to(tl.float32)
-        gate = _multiply(gate, codes, scales, x_t, row, row // 128, k0, K, SCALES_WIDE, FORM, COLUMNS, DEPTH, EVEN, WIDEN)
-        up = _multiply(up, codes, scales, x_t, N + row, SCALES_HIGH // 2 + row // 128, k0, K, SCALES_WIDE, FORM, COLUMNS, DEPTH, EVEN, WIDEN)
+        gate = _multiply(
+            gate,
+            codes,
+            scales,
+            x_t,
+            row,
+            row // 128,
+            k0,
+            K,
+            SCALES_WIDE,
+            FORM,
+            COLUMNS,
+            DEPTH,
+            EVEN,
+            WIDEN,
+        )
+        up = _multiply(
+            up,
+            codes,
+            scales,
+            x_t,
+            N + row,
+            SCALES_HIGH // 2 + row // 128,
+            k0,
+            K,
+            SCALES_WIDE,
+            FORM,
+            COLUMNS,
+            DEPTH,
+            EVEN,
+            WIDEN,
+        )
     # Comparisons, not minimum: NaN goes through.
     gate = tl.where(gate > limit, limit, gate)
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
@@ -177,9 +246,28 @@ def expert_gate_up(x, order, tile_expert, tile_row, ends, codes, scales, neurons
 
 
 @triton.jit
-def expert_down(neurons, order, weights, tile_expert, tile_row, ends, codes, scales, slots, N, K, SCALES_HIGH, SCALES_WIDE,
-                FORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
-                EVEN: tl.constexpr, WIDEN: tl.constexpr):
+def expert_down(
+    neurons,
+    order,
+    weights,
+    tile_expert,
+    tile_row,
+    ends,
+    codes,
+    scales,
+    slots,
+    N,
+    K,
+    SCALES_HIGH,
+    SCALES_WIDE,
+    FORM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
     """neurons [n K] in sorted order, codes [E N ..], weights [n] by slot -> slots [n N]."""
     blocks = tl.cdiv(N, COLUMNS)
     pid = tl.program_id(0)
@@ -199,7 +287,22 @@ def expert_down(neurons, order, weights, tile_expert, tile_row, ends, codes, sca
         x_t = tl.load(x_at + k) if EVEN else tl.load(x_at + k, mask=k < K, other=0.0)
         if WIDEN:
             x_t = x_t.to(tl.float32)
-        acc = _multiply(acc, codes, scales, x_t, row, row // 128, k0, K, SCALES_WIDE, FORM, COLUMNS, DEPTH, EVEN, WIDEN)
+        acc = _multiply(
+            acc,
+            codes,
+            scales,
+            x_t,
+            row,
+            row // 128,
+            k0,
+            K,
+            SCALES_WIDE,
+            FORM,
+            COLUMNS,
+            DEPTH,
+            EVEN,
+            WIDEN,
+        )
     slot = tl.load(order + place)
     value = tl.trans(acc * tl.load(weights + slot)[None, :])
     at = slots + slot.to(tl.int64)[:, None] * N + column[None, :]
@@ -238,7 +341,15 @@ def tile_rows(arch: str, form: str, mean: float) -> int:
     return next((rows for rows in sizes if mean <= rows), sizes[-1])
 
 
-def run(x: Tensor, order: Tensor, ends: Tensor, weights: Tensor, valid: Tensor | None, bank: Stored, limit: float) -> Tensor:
+def run(
+    x: Tensor,
+    order: Tensor,
+    ends: Tensor,
+    weights: Tensor,
+    valid: Tensor | None,
+    bank: Stored,
+    limit: float,
+) -> Tensor:
     """x [t H], order [n], ends [E], weights [t k] float32, valid [t] or None -> [t H] float32.
 
     Everything contiguous. Three launches; their sizes come from shapes alone.
@@ -252,7 +363,9 @@ def run(x: Tensor, order: Tensor, ends: Tensor, weights: Tensor, valid: Tensor |
     rows = tile_rows(arch, form, slot_count / bank.num_experts)
     first, second = LAUNCH[arch, form, rows]
     tiles = (*tiles_of(ends, rows, slot_count), ends)
-    shared = dict(FORM=form, ROWS=rows, WIDEN=x.dtype == torch.float32 or arch == INTERPRETER)
+    # The interpreter multiplies no bfloat16 but in dot_scaled.
+    widen = x.dtype == torch.float32 or (arch == INTERPRETER and form != "fp4")
+    shared = dict(FORM=form, ROWS=rows, WIDEN=widen)
     neurons = torch.empty(slot_count, inner, dtype=x.dtype, device=x.device)
     slots = torch.empty(slot_count, width, dtype=x.dtype, device=x.device)
     expert_gate_up[_grid(tiles, first, inner)](
@@ -264,7 +377,13 @@ def run(x: Tensor, order: Tensor, ends: Tensor, weights: Tensor, valid: Tensor |
         *_grid_of_scales(bank.second_scale), **shared, **launch_options(second, inner),
     )  # fmt: skip
     sum_slots[(tokens, triton.cdiv(width, SUM_COLUMNS))](
-        slots, ends if valid is None else valid.view(torch.uint8), out, top_k, width, COLUMNS=SUM_COLUMNS, MASKED=valid is not None
+        slots,
+        ends if valid is None else valid.view(torch.uint8),
+        out,
+        top_k,
+        width,
+        COLUMNS=SUM_COLUMNS,
+        MASKED=valid is not None,
     )
     return out
 
@@ -274,7 +393,9 @@ def _grid(tiles: tuple[Tensor, ...], tile: Tile, columns: int) -> tuple[int]:
 
 
 def launch_options(tile: Tile, depth: int) -> dict:
-    sizes = dict(COLUMNS=tile.columns, DEPTH=tile.depth, STAGES=tile.stages, EVEN=depth % tile.depth == 0)
+    sizes = dict(
+        COLUMNS=tile.columns, DEPTH=tile.depth, STAGES=tile.stages, EVEN=depth % tile.depth == 0
+    )
     # Fused multiply-adds by request: the default of Triton changes with its version.
     return dict(**sizes, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True)
 
@@ -282,7 +403,10 @@ def launch_options(tile: Tile, depth: int) -> dict:
 def _codes(codes: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """Packed codes and E8M0 scales as Triton takes them; without scales the codes stand in for them, unread."""
     scale = codes if scale is None else scale.contiguous()
-    return tuple(t.view(torch.uint8) if t.dtype in (torch.int8, torch.float8_e8m0fnu) else t for t in (codes, scale))
+    return tuple(
+        t.view(torch.uint8) if t.dtype in (torch.int8, torch.float8_e8m0fnu) else t
+        for t in (codes, scale)
+    )
 
 
 def _grid_of_scales(scale: Tensor | None) -> tuple[int, int]:

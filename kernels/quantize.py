@@ -226,11 +226,14 @@ def has_nan_code(codes: Tensor) -> bool:
     )
 
 
-def has_bad_scale(scale: Tensor) -> bool:
-    """Whether scales hold NaN (E8M0 byte 255) or, in float32, anything that is not finite."""
-    if scale.dtype in (torch.float8_e8m0fnu, torch.uint8):
-        return bool((scale.view(torch.uint8) == E8M0_NAN).any())
-    return not bool(scale.isfinite().all())
+def largest_scale(scale: Tensor) -> float:
+    """The largest absolute multiplier among scales (0 if there are none), NaN if one is NaN."""
+    if scale.numel() == 0:
+        return 0.0
+    if scale.dtype == torch.float32:
+        return float(scale.abs().amax())
+    top = scale.contiguous().view(torch.uint8).amax().reshape(1)
+    return float(e8m0_to_float32(top))
 
 
 def _chunk(device: torch.device) -> int:

@@ -257,7 +257,7 @@ def test_nan_scales(made, native, name):
     scale = made.stored[name].view(torch.uint8).clone()
     scale[-1, -1] = 255
     folder = rewrite(made, made.stored | {name: scale.view(E8M0)})
-    assert f"{name}: a scale has the E8M0 byte 255" in data_fault(folder, native=native)
+    assert f"{name}: a scale is the E8M0 byte 255" in data_fault(folder, native=native)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -252,17 +252,25 @@ def test_fp8_halves_are_encoded_by_themselves():
         assert torch.equal(bits(scale[:, 2 * half : 2 * half + 2]), bits(alone[1]))
 
 
-def test_nan_codes_and_scales_are_found():
+def test_nan_codes_are_found():
     codes = random_codes(4, 40)
     assert not quantize.has_nan_code(codes)
     for byte in (0x7F, 0xFF):
         bad = codes.view(torch.uint8).clone()
         bad[2, 17] = byte
         assert quantize.has_nan_code(bad.view(FP8))
-    assert not quantize.has_bad_scale(random_scale(4, 4))
-    assert quantize.has_bad_scale(torch.tensor([[127, 255]], dtype=torch.uint8).view(E8M0))
-    assert quantize.has_bad_scale(torch.tensor([[1.0, math.inf]]))
-    assert quantize.has_bad_scale(torch.tensor([[math.nan, 1.0]]))
+
+
+def test_largest_scale():
+    assert (
+        quantize.largest_scale(torch.tensor([[120, 130, 0]], dtype=torch.uint8).view(E8M0)) == 8.0
+    )
+    assert quantize.largest_scale(torch.tensor([0], dtype=torch.uint8)) == 2.0**-127
+    assert quantize.largest_scale(torch.tensor([[0.5, -3.0]])) == 3.0
+    assert quantize.largest_scale(torch.empty(0, 3)) == 0.0
+    nan = (torch.tensor([127, 255], dtype=torch.uint8).view(E8M0), torch.tensor([1.0, math.nan]))
+    assert all(math.isnan(quantize.largest_scale(scale)) for scale in nan)
+    assert quantize.largest_scale(torch.tensor([1.0, -math.inf])) == math.inf
 
 
 def test_golden_vectors():

@@ -29,7 +29,10 @@ TEST_COMMAND = (
 
 # Every file of dsv4/ belongs to one group.
 GROUPS = {
-    "words": {"config", "config_json", "values", "names", "handle", "hooks", "stage", "table"},
+    "words": {
+        *("config", "config_json", "values", "names", "handle", "hooks", "stage", "table"),
+        "origin",
+    },
     "call": {"call", "inputs"},
     "layers": {
         *("float32", "norm", "rope", "linear", "hyper_connection", "compressor", "indexer"),
@@ -39,27 +42,19 @@ GROUPS = {
         *("activation_cache", "budget", "capture", "interventions", "lens", "loss", "steps"),
         *("support", "watch"),
     },
+    "analyses": {
+        *("residual", "attribution", "reading", "attention_analysis", "moe_analysis", "replay"),
+        *("ablation", "freezing", "knockout", "splicing", "patching", "sweep", "effects"),
+        *("part", "bench"),
+    },
     "text": {"text", "chat"},
     "model": {
-        *(
-            "model",
-            "initialize",
-            "kv_cache",
-            "tape",
-            "generate",
-            "sampling",
-            "loading",
-            "pretrained",
-        ),
+        *("model", "initialize", "kv_cache", "tape", "generate", "sampling", "loading"),
+        "pretrained",
     },
     "programs": {
-        "cli",
-        "demo",
-        "__main__",
-        "testing",
-        "testing_checkpoints",
-        "testing_feeding",
-        "testing_probes",
+        *("cli", "demo", "findings", "picture", "__main__", "testing"),
+        *("testing_checkpoints", "testing_feeding", "testing_kernels", "testing_probes"),
     },
     "public": {"__init__"},
 }
@@ -68,9 +63,13 @@ MAY_IMPORT = {
     "words": {"words"},
     "call": {"words", "call", "kernels"},
     "layers": {"words", "call", "layers", "kernels"},
-    "watching": {"words", "call", "watching", "kernels"},
+    "watching": {"words", "call", "watching", "analyses", "kernels"},
+    "analyses": {"words", "call", "watching", "analyses", "kernels"},
     "text": {"words", "text"},
-    "model": {"words", "call", "layers", "watching", "text", "model", "kernels", "convert"},
+    "model": {
+        *("words", "call", "layers", "watching", "analyses", "text", "model", "kernels"),
+        "convert",
+    },
     "programs": set(GROUPS) | {"kernels", "convert"},
     "public": set(),
     "kernels": {"kernels"},
