@@ -40,7 +40,7 @@ EXPERT_BYTES = {"BF16": 2.0, "F32": 4.0, "FP8": 1.0, "FP4": 0.53}
 
 
 def config_of(recipe: Recipe, gigabytes: float) -> Dsv4Config:
-    hidden, neurons = 2048, 1024
+    hidden, neurons = 4096, 2048
     expert = 3 * hidden * neurons * EXPERT_BYTES[recipe.experts]
     return Dsv4Config.tiny(
         num_hidden_layers=2,

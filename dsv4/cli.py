@@ -11,6 +11,11 @@ from importlib.metadata import version
 
 PROGRAM = "dsv4"
 DTYPES = ("float32", "bfloat16", "float16", "official", "stored")
+RUN_DTYPES = ("float32", "bfloat16")
+# Equal to what the modules they come from hold (a test), which importing would make --help slow.
+READOUTS = ("head", "mean", "each", "final_pre")
+UNITS = ("sublayer", "head", "expert", "slot", "neuron")
+PICTURES = ("token_pattern", "routing", "streams", "lens", "attribution")
 # What wrong paths, prompts, files and options raise; anything else keeps its traceback.
 CALLERS = (ValueError, OSError, NotImplementedError)
 FAILED, INTERRUPTED = 2, 130
@@ -100,6 +105,8 @@ def parser() -> argparse.ArgumentParser:
     )
     convert.set_defaults(run=run_convert)
 
+    add_watching(commands)
+
     listing = commands.add_parser(
         "values", help="every standard value: name, layout, axes, cost, meaning"
     )
@@ -117,19 +124,107 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def add_watching(commands) -> None:
+    """The commands that look at one prompt: dsv4/commands.py."""
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument(
+        "prompt", nargs="?", help="text; token ids where the checkpoint has no tokenizer"
+    )
+    shared.add_argument(
+        "--model", metavar="PATH_OR_ID", help="a folder or hub id (default: the shipped checkpoint)"
+    )
+    shared.add_argument("--device", help="cpu (default), cuda, ...")
+    shared.add_argument(
+        "--dtype", choices=RUN_DTYPES, help="what to compute in (default: what the config says)"
+    )
+    shared.add_argument("--json", action="store_true", help="one line of JSON in place of a table")
+    place = argparse.ArgumentParser(add_help=False)
+    place.add_argument(
+        "--pos", type=int, default=-1, help="position in the prompt (default: -1, the last token)"
+    )
+
+    def add(name: str, about: str, *parents) -> argparse.ArgumentParser:
+        command = commands.add_parser(
+            name, help=about, description=f"{about[0].upper()}{about[1:]}.", parents=parents
+        )
+        command.set_defaults(run=run_watching, command=name)
+        return command
+
+    lens = add("lens", "every block's streams read as the next token", shared, place)
+    lens.add_argument("--readout", choices=READOUTS, default="head", help="(default: %(default)s)")
+    lens.add_argument("--top", type=positive, default=5, metavar="K", help="(default: %(default)s)")
+
+    attribute = add("attribute", "what each part of the model put into a logit", shared, place)
+    attribute.add_argument("--token", metavar="T", help="(default: the model's answer)")
+    attribute.add_argument("--against", metavar="T", help="subtract the logit of this token")
+    attribute.add_argument(
+        "--unit",
+        action="append",
+        choices=UNITS,
+        help="split attentions by head, mixtures by expert, slot or neuron; may be given twice",
+    )
+    attribute.add_argument(
+        "--top", type=positive, default=12, metavar="K", help="(default: %(default)s)"
+    )
+
+    route = add("route", "experts of the prompt's tokens, by block", shared, place)
+    route.add_argument("--layer", type=int, help="one block (default: all)")
+
+    cache = add("cache", "write the values of a run to a safetensors file", shared)
+    cache.add_argument("--out", required=True, metavar="FILE", help="refused if it exists")
+    cache.add_argument(
+        "--names",
+        nargs="+",
+        metavar="NAME",
+        help="names or globs, as `dsv4 values` lists them (default: the residual set)",
+    )
+    cache.add_argument("--pos", type=int, help="one token's values only")
+
+    add("compare", "the error of every value against transformers, same checkpoint", shared)
+
+    view = add("view", "one HTML file of the run, or one picture", shared)
+    view.add_argument(
+        "--out", default="run.html", metavar="FILE", help="run.html (default), or a picture's name"
+    )
+    view.add_argument(
+        "--picture",
+        choices=PICTURES,
+        help="with --out FILE.png, .svg or .pdf: this picture, drawn with matplotlib",
+    )
+    view.add_argument("--layer", type=int, help="the picture's block")
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}: expected at least 1")
+    return number
+
+
 # Each command imports what it needs: `dsv4 --version` and `dsv4 values` are quick.
 
 
-def run_demo(arguments: argparse.Namespace) -> None:
+def check_device(device: str | None) -> None:
     import torch
 
-    from dsv4 import demo
-
     try:
-        torch.empty(0, device=arguments.device)
+        torch.empty(0, device=device)
     # An unknown name is a RuntimeError; a torch without CUDA asserts.
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {arguments.device}: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from error
+
+
+def run_watching(arguments: argparse.Namespace) -> None:
+    from dsv4 import commands
+
+    check_device(arguments.device)
+    getattr(commands, f"run_{arguments.command}")(arguments)
+
+
+def run_demo(arguments: argparse.Namespace) -> None:
+    from dsv4 import demo
+
+    check_device(arguments.device)
     demo.run(
         arguments.prompt,
         model=arguments.model,

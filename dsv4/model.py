@@ -123,7 +123,8 @@ class Dsv4(Watching, Interventions, Ablating, Freezing, KnockingOut, Splicing, P
         start, stop = start_at_layer or 0, stop_at_layer
         keep = _kept(logits_to_keep, inputs.size[1])
         partial = start_at_layer is not None or stop is not None or bool(self.skipped)
-        with self.stage.running():
+        # The dtypes of values are a contract: autocast would take float32 away from those that decide.
+        with self.stage.running(), torch.autocast(self.device.type, enabled=False):
             if kv_cache is not None:
                 kv_cache.admit(self, inputs, partial=partial)
             with nullcontext() if kv_cache is None else kv_cache.in_use():

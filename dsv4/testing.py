@@ -294,8 +294,8 @@ def boundary_gap(scores: Tensor, k: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Agreement:
-    """clean: [b s] bool, tokens that no differing choice can have touched; ties: rows that chose
-    differently by a near tie, of rows.
+    """clean: [b s] bool, tokens that no differing choice can have touched; ties: rows, of `rows`,
+    that chose differently by a near tie. Equal scores are not counted: transformers has no rule.
     """
 
     clean: Tensor
@@ -311,8 +311,7 @@ def agree(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Agreement
             from, as `run_with_cache` returns.
         theirs: the same choices, made the other way.
     Raises AssertionError where they differ and the scores are not near a tie. Later tokens and
-    blocks may then differ as well:
-    they are not compared, and not clean.
+    blocks may then differ as well: they are not compared, and not clean.
     """
     size = next(iter(theirs.values())).shape[:2]
     touched = torch.zeros(size, dtype=torch.bool)
@@ -327,7 +326,7 @@ def agree(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Agreement
             assert bool((gap <= NEAR_TIE).all()), (
                 f"{name} differs in {len(gap)} rows that do not tie: gaps {gap.tolist()[:5]}"
             )
-            ties += len(gap)
+            ties += int((gap > 0).sum())
         touched = (touched | differs).cummax(dim=1).values
     return Agreement(~touched, ties, rows)
 

@@ -61,6 +61,11 @@ FORWARD: Mapping[str, tuple[Launch, ...]] = {
         Launch(heads=64, keys=64, warps=1, stages=2),
     ),
 }
+# Numbers that differ from call to call: no kernel is compiled anew for some of their values.
+COUNTS = [
+    *("query_count", "column_count", "back", "window", "rate", "entry_count", "slot_count"),
+    *("query_position_b", "token_position_b", "selection_b", "selection_s"),
+]
 
 
 def pick(table: Mapping[str, tuple[Launch, ...]], name: str, heads: int) -> Launch:
@@ -69,7 +74,7 @@ def pick(table: Mapping[str, tuple[Launch, ...]], name: str, heads: int) -> Laun
 
 
 @triton.jit
-def _product(a, b, total, WIDEN: tl.constexpr):
+def product(a, b, total, WIDEN: tl.constexpr):
     # a @ b + total, in float32.
     if WIDEN:
         a = a.to(tl.float32)
@@ -77,12 +82,64 @@ def _product(a, b, total, WIDEN: tl.constexpr):
     return tl.dot(a, b, total, input_precision="ieee")
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("query_count", "column_count", "back", "window", "rate", "entry_count", "slot_count"),
-        *("query_position_b", "token_position_b", "selection_b", "selection_s"),
-    ]
-)
+@triton.jit
+def rows_of_program(heads, query_count, BLOCK_N: tl.constexpr):
+    """(flat query, batch row, query column, heads) of this program."""
+    program = tl.program_id(0).to(tl.int64)
+    head_blocks = tl.cdiv(heads, BLOCK_N)
+    row = program // head_blocks
+    n = (program % head_blocks).to(tl.int32) * BLOCK_N + tl.arange(0, BLOCK_N)
+    return row, row // query_count, (row % query_count).to(tl.int32), n
+
+
+@triton.jit
+def extent(
+    position, query, query_count, column_count, back, rate, entry_count, slot_count,
+    SELECTED: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Columns first ... last hold the window, then `listed` entries, of which `closed` are closed;
+    a query at padding (position -1) has no tiles.
+    """
+    last = column_count - query_count + query
+    first = tl.maximum(last - back, 0)
+    window_tiles = tl.cdiv(last + 1 - first, BLOCK_K)
+    closed = (position + 1) // rate
+    listed = slot_count if SELECTED else tl.minimum(closed, entry_count)
+    tiles = tl.where(position < 0, 0, window_tiles + tl.cdiv(listed, BLOCK_K))
+    return first, last, closed, listed, window_tiles, tiles
+
+
+@triton.jit
+def keys_of_tile(
+    tile, position, first, last, closed, listed, window_tiles, window, entry_count,
+    token_rows, entry_rows, position_row, selection_row, token_k, entry_e,
+    SELECTED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """(keys [BLOCK_K, BLOCK_D], which of them the query sees, their rows in their tensor)."""
+    k = tl.arange(0, BLOCK_K)
+    d = tl.arange(0, BLOCK_D)
+    column = first + tile * BLOCK_K + k
+    in_window = column <= last
+    token_position = tl.load(position_row + column, mask=in_window, other=-1).to(tl.int32)
+    distance = position - token_position
+    seen_token = in_window & (token_position >= 0) & (distance >= 0) & (distance < window)
+    slot = (tile - window_tiles) * BLOCK_K + k
+    in_list = (slot >= 0) & (slot < listed)
+    entry = slot
+    if SELECTED:
+        entry = tl.load(selection_row + slot, mask=in_list, other=-1).to(tl.int32)
+    seen_entry = in_list & (entry >= 0) & (entry < entry_count) & (entry < closed)
+    is_window = tile < window_tiles
+    # Arguments are aligned; the choice between two of them does not show it.
+    base = tl.multiple_of(tl.where(is_window, token_rows, entry_rows), 16)
+    step = tl.where(is_window, token_k, entry_e)
+    place = tl.where(is_window, column, entry).to(tl.int64)
+    read = (in_window | seen_entry)[:, None] & (d < D)[None, :]
+    keys = tl.load(base + (place * step)[:, None] + d[None, :], mask=read, other=0.0)
+    return keys, seen_token | seen_entry, place
+
+
+@triton.jit(do_not_specialize=COUNTS)
 def forward_kernel(
     query_ptr, token_ptr, entry_ptr, sink_ptr,
     query_position_ptr, token_position_ptr, selection_ptr,
@@ -95,65 +152,38 @@ def forward_kernel(
     WIDEN: tl.constexpr,
 ):  # fmt: skip
     NARROW: tl.constexpr = tl.float32 if WIDEN else token_ptr.dtype.element_ty
-    program = tl.program_id(0).to(tl.int64)
-    head_blocks = tl.cdiv(heads, BLOCK_N)
-    row = program // head_blocks
-    batch = row // query_count
-    query = (row % query_count).to(tl.int32)
-    n = (program % head_blocks).to(tl.int32) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row, batch, query, n = rows_of_program(heads, query_count, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
-    k = tl.arange(0, BLOCK_K)
     of_row = (n < heads)[:, None] & (d < D)[None, :]
-
     at = batch * query_b + query.to(tl.int64) * query_s + n[:, None].to(tl.int64) * query_n
     q = tl.load(query_ptr + at + d[None, :], mask=of_row, other=0.0)
     position = tl.load(query_position_ptr + batch * query_position_b + query).to(tl.int32)
-
-    # Columns first ... last hold the window; padding (position -1) has no keys at all.
-    last = column_count - query_count + query
-    first = tl.maximum(last - back, 0)
-    token_tiles = tl.cdiv(last + 1 - first, BLOCK_K)
-    closed = (position + 1) // rate
-    listed = slot_count if SELECTED else tl.minimum(closed, entry_count)
-    tiles = tl.where(position < 0, 0, token_tiles + tl.cdiv(listed, BLOCK_K))
-
+    first, last, closed, listed, window_tiles, tiles = extent(
+        position, query, query_count, column_count, back, rate, entry_count, slot_count,
+        SELECTED, BLOCK_K,
+    )  # fmt: skip
     token_rows = token_ptr + batch * token_b
     entry_rows = entry_ptr + batch * entry_b
     position_row = token_position_ptr + batch * token_position_b
     selection_row = selection_ptr + batch * selection_b + query.to(tl.int64) * selection_s
+
     to_base2 = scale * LOG2E
     largest = tl.full([BLOCK_N], LOWEST, tl.float32)
     total = tl.full([BLOCK_N], 0.0, tl.float32)
     mixed = tl.full([BLOCK_N, BLOCK_D], 0.0, tl.float32)
-    # mixed[n, d] = sum over k of exp(scale * sum over d' of q[n, d'] key[k, d']) * key[k, d]
+    # mixed[n, d] = sum over k of exp(scale * sum over d' of q[n, d'] keys[k, d']) * keys[k, d]
     for tile in tl.range(0, tiles, num_stages=STAGES):
-        is_window = tile < token_tiles
-        column = first + tile * BLOCK_K + k
-        in_window = column <= last
-        token_position = tl.load(position_row + column, mask=in_window, other=-1).to(tl.int32)
-        distance = position - token_position
-        slot = (tile - token_tiles) * BLOCK_K + k
-        in_list = (slot >= 0) & (slot < listed)
-        if SELECTED:
-            entry = tl.load(selection_row + slot, mask=in_list, other=-1).to(tl.int32)
-        else:
-            entry = slot
-        is_open = (entry >= 0) & (entry < entry_count) & (entry < closed)
-        seen_token = in_window & (token_position >= 0) & (distance >= 0) & (distance < window)
-        seen = seen_token | (in_list & is_open)
-        read = in_window | (in_list & is_open)
-        base = tl.multiple_of(tl.where(is_window, token_rows, entry_rows), 16)
-        step = tl.where(is_window, token_k, entry_e)
-        place = tl.where(is_window, column, entry).to(tl.int64) * step
-        key = tl.load(
-            base + place[:, None] + d[None, :], mask=read[:, None] & (d < D)[None, :], other=0.0
-        )
+        keys, seen, _ = keys_of_tile(
+            tile, position, first, last, closed, listed, window_tiles, window, entry_count,
+            token_rows, entry_rows, position_row, selection_row, token_k, entry_e,
+            SELECTED, D, BLOCK_D, BLOCK_K,
+        )  # fmt: skip
         weights = tl.full([BLOCK_N, BLOCK_K], 0.0, tl.float32).to(NARROW)
         fade = tl.full([BLOCK_N], 1.0, tl.float32)
         # Always true, which the compiler cannot know. Chained products are laid out with each warp
         # group computing every score; a product of its own inside a branch is shared among them.
         if column_count + entry_count + slot_count > tile:
-            scores = _product(q, tl.trans(key), None, WIDEN) * to_base2
+            scores = product(q, tl.trans(keys), None, WIDEN) * to_base2
             scores = tl.where(seen[None, :], scores, float("-inf"))
             new_largest = tl.maximum(largest, tl.max(scores, 1))
             fade = tl.exp2(largest - new_largest)
@@ -161,7 +191,7 @@ def forward_kernel(
             total = total * fade + tl.sum(exact, 1)
             largest = new_largest
             weights = exact.to(NARROW)
-        mixed = _product(weights, key, mixed * fade[:, None], WIDEN)
+        mixed = product(weights, keys, mixed * fade[:, None], WIDEN)
 
     sink = tl.load(sink_ptr + n, mask=n < heads, other=0.0) * LOG2E
     top = tl.maximum(largest, sink)
@@ -176,7 +206,7 @@ def forward_kernel(
 
 
 def options(launch: Launch, width: int, is_selected: bool) -> dict:
-    """The constants of `forward_kernel` and the compiler's options."""
+    """The constants of a kernel and the compiler's options."""
     return {
         "SELECTED": is_selected,
         "D": width,
@@ -191,42 +221,56 @@ def options(launch: Launch, width: int, is_selected: bool) -> dict:
     }
 
 
+@dataclass(frozen=True)
+class Arguments:
+    """What both directions are launched with: rows that the kernels can read, sizes, strides."""
+
+    tensors: tuple[Tensor, Tensor, Tensor]
+    lists: tuple[Tensor, Tensor, Tensor]
+    sizes: tuple[int | float, ...]
+    row_strides: tuple[int, ...]
+    list_strides: tuple[int, ...]
+    is_selected: bool
+
+    @classmethod
+    def of(
+        cls, queries, tokens, entries, selection, query_positions, token_positions,
+        window: int, gap: int, rate: int, scale: float,
+    ) -> "Arguments":  # fmt: skip
+        is_selected = selection is not None
+        queries, tokens = aligned_rows(queries), aligned_rows(tokens)
+        # Without entries, or without a selection, the kernel is given addresses it never reads.
+        entries = tokens[:, :0] if entries is None else aligned_rows(entries)
+        query_positions = query_positions.contiguous()
+        token_positions = token_positions.contiguous()
+        selection = selection.contiguous() if is_selected else query_positions[:, :, None]
+        heads, s = queries.shape[2], queries.shape[1]
+        counts = heads, s, tokens.shape[1], window - 1 + gap, window, max(rate, 1)
+        return cls(
+            (queries, tokens, entries),
+            (query_positions, token_positions, selection),
+            (scale, *counts, entries.shape[1], selection.shape[2]),
+            (*queries.stride()[:3], *tokens.stride()[:2], *entries.stride()[:2]),
+            (query_positions.stride(0), token_positions.stride(0), *selection.stride()[:2]),
+            is_selected,
+        )
+
+
 def forward(
-    queries: Tensor,
-    tokens: Tensor,
-    entries: Tensor | None,
-    sinks: Tensor,
-    selection: Tensor | None,
-    query_positions: Tensor,
-    token_positions: Tensor,
-    window: int,
-    gap: int,
-    rate: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Launch: arguments as in `dsv4.kernels.sparse_attention`, checked there."""
+    queries: Tensor, tokens: Tensor, entries: Tensor | None, sinks: Tensor, *rest
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Arguments as in `dsv4.kernels.sparse_attention.fused_sparse_attention`, checked there."""
     b, s, heads, width = queries.shape
     out = torch.empty(b, s, heads, width, dtype=queries.dtype, device=queries.device)
     lse = torch.empty(b, s, heads, dtype=torch.float32, device=queries.device)
     if out.numel() == 0:
         return out, lse
-    queries, tokens = aligned_rows(queries), aligned_rows(tokens)
-    # Without entries the kernel is given addresses that it never reads.
-    entries = tokens[:, :0] if entries is None else aligned_rows(entries)
-    is_selected = selection is not None
-    query_positions, token_positions = query_positions.contiguous(), token_positions.contiguous()
-    selection = query_positions[:, :, None] if selection is None else selection.contiguous()
+    given = Arguments.of(queries, tokens, entries, *rest)
     launch = pick(FORWARD, architecture(queries.device), heads)
     with torch.cuda.device_of(queries):
         forward_kernel[(b * s * triton.cdiv(heads, launch.heads),)](
-            *(queries, tokens, entries, sinks.contiguous()),
-            *(query_positions, token_positions, selection, out, lse),
-            *(scale, heads, s, tokens.shape[1], window - 1 + gap, window, max(rate, 1)),
-            *(entries.shape[1], selection.shape[2]),
-            *queries.stride()[:3],
-            *tokens.stride()[:2],
-            *entries.stride()[:2],
-            *(query_positions.stride(0), token_positions.stride(0), *selection.stride()[:2]),
-            **options(launch, width, is_selected),
+            *(*given.tensors, sinks.contiguous(), *given.lists, out, lse),
+            *(*given.sizes, *given.row_strides, *given.list_strides),
+            **options(launch, width, given.is_selected),
         )
     return out, lse

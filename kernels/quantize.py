@@ -232,8 +232,8 @@ def largest_scale(scale: Tensor) -> float:
         return 0.0
     if scale.dtype == torch.float32:
         return float(scale.abs().amax())
-    top = scale.contiguous().view(torch.uint8).amax().reshape(1)
-    return float(e8m0_to_float32(top))
+    byte = int(scale.view(torch.uint8).amax())
+    return math.nan if byte == E8M0_NAN else 2.0 ** (byte - E8M0_BIAS)
 
 
 def _chunk(device: torch.device) -> int:

@@ -213,24 +213,70 @@ def _(queries, tokens, entries, sinks, selection, query_positions, token_positio
     return queries.new_empty(queries.shape), queries.new_empty(queries.shape[:3], dtype=torch.float32)
 
 
+@torch.library.custom_op("dsv4::sparse_attention_gradient", mutates_args=())
+def fused_sparse_attention_gradient(
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    queries: Tensor,
+    tokens: Tensor,
+    entries: Tensor | None,
+    sinks: Tensor,
+    selection: Tensor | None,
+    query_positions: Tensor,
+    token_positions: Tensor,
+    window: int,
+    gap: int,
+    rate: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """grad of `fused_sparse_attention`'s output, its results and arguments -> gradients of queries, tokens, entries ([b 0 D] without)
+    and sinks. Those of tokens and entries are added up in no fixed order.
+    """
+    from dsv4.kernels import _sparse_attention_gradient_triton as device_code
+
+    return device_code.backward(
+        grad, out, lse, queries, tokens, entries, sinks, selection, query_positions, token_positions, window, gap, rate, scale
+    )
+
+
+@fused_sparse_attention_gradient.register_fake
+def _(grad, out, lse, queries, tokens, entries, sinks, *rest):
+    no_entries = tokens.new_empty(tokens.shape[0], 0, tokens.shape[2])
+    given = queries, tokens, no_entries if entries is None else entries, sinks
+    return tuple(x.new_empty(x.shape) for x in given)
+
+
 def _keep(ctx, inputs, output) -> None:
-    queries, tokens, entries, sinks, selection, query_positions, token_positions, window, gap, rate, scale = inputs
-    ctx.save_for_backward(queries, tokens, entries, sinks, selection, query_positions, token_positions)
-    ctx.sizes, ctx.scale = (window, gap, rate), scale
+    *tensors, window, gap, rate, scale = inputs
+    ctx.save_for_backward(*output, *tensors)
+    ctx.numbers = (window, gap, rate, scale)
     ctx.mark_non_differentiable(output[1])
 
 
 def _gradient(ctx, grad: Tensor, _):
-    """By the torch definition, which computes the output again; where it is asked for, the gradient has a gradient."""
-    *leaves, selection, query_positions, token_positions = ctx.saved_tensors
-    window, gap, rate = ctx.sizes
-    reach = Reach(window, query_positions, token_positions, gap, rate)
-    wanted = [i for i, leaf in enumerate(leaves) if ctx.needs_input_grad[i]]
+    """In device code; by torch's way where the gradient is to have a gradient, where an order of sums is asked for
+    (torch.use_deterministic_algorithms) and on architectures without tiles.
+    """
+    from dsv4.kernels import _sparse_attention_gradient_triton as device_code
+
     twice = torch.is_grad_enabled()
+    if twice or torch.are_deterministic_algorithms_enabled() or not device_code.supports(grad.device):
+        return _gradient_by_torch(ctx, grad, twice)
+    found = fused_sparse_attention_gradient(grad, *ctx.saved_tensors, *ctx.numbers)
+    grads = [g if needed else None for g, needed in zip(found, ctx.needs_input_grad, strict=False)]
+    return *grads, *(None,) * 7
+
+
+def _gradient_by_torch(ctx, grad: Tensor, twice: bool):
+    _, _, *leaves, selection, query_positions, token_positions = ctx.saved_tensors
+    window, gap, rate, scale = ctx.numbers
+    reach = Reach(window, query_positions, token_positions, gap, rate)
+    wanted = [i for i, leaf in enumerate(leaves) if leaf is not None and ctx.needs_input_grad[i]]
     with torch.enable_grad():
         for i in wanted:
             leaves[i] = leaves[i].view_as(leaves[i]) if twice else leaves[i].detach().requires_grad_()
-        out = sparse_attention(*leaves, reach, selection, ctx.scale)
+        out = sparse_attention(*leaves, reach, selection, scale)
         found = torch.autograd.grad(out, [leaves[i] for i in wanted], grad, create_graph=twice)
     grads: list[Tensor | None] = [None] * 11
     for i, gradient in zip(wanted, found, strict=True):

@@ -115,7 +115,11 @@ def with_gradients(x, indices, weights, bank: op.Stored, cotangent, valid=None) 
 
 
 def check_rules(bank: op.Stored, x, indices, weights) -> None:
-    tensors = (bank.first, bank.first_scale, bank.second, bank.second_scale)
+    # Scales as bytes: opcheck compares its arguments by arithmetic, which E8M0 has none of.
+    tensors = [
+        None if t is None else t.view(torch.uint8) if t.dtype == E8M0 else t
+        for t in vars(bank).values()
+    ]
     args = (x.requires_grad_(), indices, weights.requires_grad_(), None, *tensors, LIMIT)
     torch.library.opcheck(op.fused_experts, args)
 
@@ -274,8 +278,8 @@ def test_gradients(run, form):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["dense", "fp8 float32"])
-def test_the_registered_op_keeps_torchs_rules(form):
+@pytest.mark.parametrize("form", ["dense", "fp4"])
+def test_the_registered_op_keeps_torchs_rules(run, form):
     run(check_rules, make_bank(form, 3, 32, 32), *problem(4, 2, 3, 32))
 
 

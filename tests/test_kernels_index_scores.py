@@ -110,3 +110,25 @@ def test_entries_that_no_head_reaches_tie_at_zero(entries: int, heads: int):
     for sign in (torch.ones(heads), -torch.ones(heads), torch.randn(heads)):
         scores = index_scores(queries, keys, sign.expand(1, 5, heads))
         assert select_entries(scores, 4).tolist() == [[[0, 1, 2, 3]] * 5]
+
+
+@pytest.mark.parametrize("chunk", [1, 300, 4000, 1 << 19])
+@pytest.mark.parametrize("top_k", [1, 3, 8, 30])
+def test_ties_go_to_the_lowest_entry_in_every_path(monkeypatch, chunk: int, top_k: int):
+    """Small whole numbers, so that every order of summing gives the same score and most rows tie:
+    in chunks, whole, and by a slow sort.
+    """
+    b, s, heads, width, rate = 2, 90, 8, 16, 4
+    queries, weights = (
+        torch.randint(-1, 2, shape).float() for shape in ((b, s, heads, width), (b, s, heads))
+    )
+    keys = torch.randint(-1, 2, (b, s // rate, width)).float()
+    positions = torch.arange(s).expand(b, s)
+    closed = closed_entries(positions, rate, s // rate)
+    scores = index_scores(queries, keys, weights).masked_fill(~closed, -torch.inf)
+    monkeypatch.setattr(op, "CHUNK", chunk)
+    found = select_by_index(queries, keys, weights, positions, rate, top_k, 0)
+    assert torch.equal(found, select_entries(scores, top_k))
+    for row, ours in zip(scores.flatten(0, 1).tolist(), found.flatten(0, 1).tolist(), strict=True):
+        best = sorted(range(len(row)), key=lambda e: (-row[e], e))[:top_k]
+        assert ours == [e if row[e] > -torch.inf else -1 for e in best]

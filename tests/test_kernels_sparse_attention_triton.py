@@ -2,6 +2,7 @@
 CUDA device, natively; what it needs of each architecture, compiled for devices that are not here.
 """
 
+import itertools
 import subprocess
 import sys
 from dataclasses import replace
@@ -79,7 +80,11 @@ TINY = replace(
     layer_types=(SLIDING, CSA, HCA),
     mlp_layer_types=(HASH_MOE, MOE, MOE),
 )
-INTEGERS = ("query_b", "query_s", "query_n", "token_b", "token_k", "entry_b", "entry_e")
+# Strides that are multiples of 16 at every head width that is.
+INTEGERS = (
+    *("query_b", "query_s", "query_n", "token_b", "token_k", "entry_b", "entry_e"),
+    *("grad_b", "grad_s", "grad_n"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +209,20 @@ def check_far_addresses() -> None:
         assert torch.equal(out, sparse_attention(**given, backend="triton"))
 
 
+def check_order_of_sums() -> None:
+    """Where torch is to be deterministic, gradients are torch's, to the last bit."""
+    arguments = CASES["small"].arguments()
+    given = [arguments[k].requires_grad_() for k in FLOATS]
+    torch.use_deterministic_algorithms(True)
+    fused, plain = (
+        torch.autograd.grad(sparse_attention(**arguments, backend=backend).sum(), given)
+        for backend in ("triton", "torch")
+    )
+    torch.use_deterministic_algorithms(False)
+    for gradient, expected in zip(fused, plain, strict=True):
+        assert torch.equal(gradient, expected)
+
+
 def check_op() -> None:
     """The registration: schema, fake tensors, autograd, tracing; a gradient of a gradient."""
     arguments = CASES["small"].arguments()
@@ -228,6 +247,7 @@ def check_op() -> None:
         check_blind,
         check_sinks,
         check_strides,
+        check_order_of_sums,
         check_op,
         pytest.param(check_far_addresses, marks=pytest.mark.slow),
     ],
@@ -309,52 +329,77 @@ def test_kernels_are_not_imported_before_they_are_asked_for():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# Bytes of shared memory that one program may take, and what its products must be made of.
+# Bytes of shared memory that one program may take.
 SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
 CAPABILITY = {"sm_80": 80, "sm_90": 90, "sm_100": 100}
-CI = {("sm_90", 64, 512, True), ("sm_90", 16, 512, False)}
+CI = {
+    ("forward", "sm_90", 64, 512, True),
+    ("forward", "sm_90", 16, 512, False),
+    ("of keys", "sm_90", 64, 512, True),
+    ("of queries", "sm_90", 64, 512, False),
+}
 COMPILED = [
-    pytest.param(
-        *(arch, heads, width, is_selected),
-        marks=[] if (arch, heads, width, is_selected) in CI else pytest.mark.slow,
+    pytest.param(*case, marks=[] if case in CI else pytest.mark.slow, id=" ".join(map(str, case)))
+    for case in itertools.product(
+        ("forward", "of keys", "of queries"),
+        ("sm_80", "sm_90", "sm_100"),
+        (16, 32, 64),
+        (16, 64, 128, 256, 512),
+        (True, False),
     )
-    for arch, tiles in {"sm_80": (16, 32), "sm_90": (16, 64), "sm_100": (16, 64)}.items()
-    for heads in tiles
-    for width in (16, 64, 128, 256, 512)
-    for is_selected in (True, False)
+    # The tiles of the launch tables.
+    if case[2] in ((16, 32) if case[1] == "sm_80" else (16, 64))
+    if case[0] == "forward" or case[1] != "sm_80"
 ]
 
 
-@pytest.mark.parametrize(("arch", "heads", "width", "is_selected"), COMPILED)
-def test_compiled(arch: str, heads: int, width: int, is_selected: bool):
+@pytest.mark.parametrize(("direction", "arch", "heads", "width", "is_selected"), COMPILED)
+def test_compiled(direction: str, arch: str, heads: int, width: int, is_selected: bool):
     """Nothing spills, the tile fits, each product is issued once per step and on tensor cores."""
+    from dsv4.kernels import _sparse_attention_gradient_triton as gradient
     from dsv4.kernels import _sparse_attention_triton as device_code
 
-    launch = device_code.pick(device_code.FORWARD, arch, heads)
+    is_forward = direction == "forward"
+    table = device_code.FORWARD if is_forward else gradient.BACKWARD
+    launch = device_code.pick(table, arch, heads)
     assert launch.heads == heads
-    types = {
-        name: "*i64" if "position_ptr" in name or name == "selection_ptr" else "*bf16"
-        for name in device_code.forward_kernel.arg_names
-        if name.endswith("_ptr")
-    }
-    types |= {"sink_ptr": "*fp32", "lse_ptr": "*fp32", "scale": "fp32"}
-    types = dict.fromkeys(device_code.forward_kernel.arg_names, "i32") | types
+    kernel = device_code.forward_kernel if is_forward else gradient.backward_kernel
     options = device_code.options(launch, width, is_selected)
-    found = resources(
-        device_code.forward_kernel, types, options, CAPABILITY[arch], aligned=INTEGERS
-    )
+    if not is_forward:
+        options |= {"OF_KEYS": direction == "of keys"}
+    found = resources(kernel, types_of(kernel), options, CAPABILITY[arch], aligned=INTEGERS)
     assert found.stack == 0
     assert found.shared <= SHARED[arch]
     assert found.tensor_memory <= 512
     assert found.instructions["cp.async.c"] > 0
-    # Steps of 16 along the width for the scores, along the keys for the mixture.
-    scores, mixture = width // 16, launch.keys // 16
     if heads < 64:
         assert found.instructions["mma.sync"] > 0
     elif arch == "sm_90":
-        assert found.instructions["wgmma.mma_async"] == max(scores, 1) + mixture
+        assert found.instructions["wgmma.mma_async"] == issued(direction, launch.keys, width)
     else:
         assert found.instructions["tcgen05.mma"] > 0
+
+
+def issued(direction: str, keys: int, width: int) -> int:
+    """wgmma of one step, each 64 rows by 16 deep by at most 256 wide, shared among warp groups."""
+    over_width, over_keys = width // 16, keys // 16
+    if direction == "forward":
+        return over_width + over_keys
+    if direction == "of queries":
+        return 2 * over_width + over_keys
+    # The keys' gradient is transposed: the width makes its rows, 64 heads its depth.
+    return 2 * over_width + 2 * (64 // 16) * max(1, width // 128)
+
+
+def types_of(kernel) -> dict[str, str]:
+    """Triton's type of each argument, for bfloat16 queries and keys."""
+    words = {"position": "*i64", "selection": "*i64", "sink": "*fp32", "lse": "*fp32"}
+    words |= {"whole": "*fp32", "pull": "*fp32", "token_grad": "*fp32", "entry_grad": "*fp32"}
+    types = {}
+    for name in kernel.arg_names:
+        kind = next((kind for word, kind in words.items() if word in name), "*bf16")
+        types[name] = kind if name.endswith("_ptr") else "fp32" if name == "scale" else "i32"
+    return types
 
 
 @pytest.mark.gpu

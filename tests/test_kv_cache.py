@@ -683,6 +683,21 @@ def test_expanded_rows_share_the_prefix_and_part_where_they_differ(model, ids, r
     assert_same(row, before)
 
 
+def test_expanded_rows_part_inside_the_prefix_and_from_their_source(model, ids):
+    """Cut before anything was fed, each row elsewhere; the source is cut and overwritten too."""
+    row = model.new_kv_cache(1, 60)
+    model(ids[:1, :34], kv_cache=row)
+    many, back = row.expand(4), [33, 30, 20, 4]
+    row.truncate(3)
+    model(ids[1:2, :37], kv_cache=row)
+    many.truncate(back)
+    suffixes = random_ids(model.config, 4, 9, seed=7)
+    logits = model(suffixes, kv_cache=many)
+    for r, length in enumerate(back):
+        whole = model(torch.cat((ids[0, :length], suffixes[r])))
+        assert relative_error(logits[r], whole[0, length:]) <= LIMIT
+
+
 def test_expand_keeps_one_copy_of_the_prefix():
     config = fault_config()
     model = Dsv4.from_config(config, seed=0).requires_grad_(False)

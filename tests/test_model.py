@@ -156,6 +156,40 @@ def test_the_global_seed_is_not_touched(ids: Tensor):
     )
 
 
+# Ties.
+
+
+def test_ties_go_to_the_lowest_number_watched_or_not(ids: Tensor):
+    """Scores made equal by the weights, by a hook on the scores, and as 0.0 beside -0.0."""
+    model = Dsv4.from_config(fault_config(), seed=6)
+    moe, csa = [2, 3], [1, 3]
+    with torch.no_grad():
+        for i in moe:
+            model.layers[i].mlp.router.weight.zero_()
+            model.layers[i].mlp.router.e_score_correction_bias.zero_()
+        for i in csa:
+            model.layers[i].self_attn.compressor.indexer.scorer.weights_proj.weight.zero_()
+    choices = ["**.expert_indices", "**.indexer_selection"]
+
+    def tie(value: Tensor, hook) -> Tensor:
+        equal = torch.zeros_like(value)
+        equal[..., ::2] = -0.0
+        return equal
+
+    edits = [(name, tie) for name in ("**.router_selection_scores", "**.indexer_scores")]
+    for hooks, names in (((), choices), ((), "**"), (edits, choices), (edits, "**")):
+        with model.hooks(hooks):
+            _, cache = model.run_with_cache(ids, names)
+        for i in moe:
+            chosen = cache[f"layers.{i}.mlp.expert_indices"]
+            assert torch.equal(chosen, torch.tensor([0, 1]).expand_as(chosen))
+        for i in csa:
+            chosen = cache[f"layers.{i}.self_attn.compressor.indexer.indexer_selection"]
+            for t in range(TOKENS):
+                expected = [0, 1] if t >= 7 else [0, -1] if t >= 3 else [-1, -1]
+                assert chosen[0, t].tolist() == expected
+
+
 # Sizes at their ends.
 
 
@@ -303,3 +337,11 @@ def test_embeddings_of_any_size(model: Dsv4, ids: Tensor, size: float):
         logits.sum(), [embeddings, *model.parameters()], allow_unused=True
     ):
         assert gradient is None or bool(gradient.isfinite().all())
+
+
+def test_autocast_changes_no_value(model: Dsv4, ids: Tensor):
+    logits, cache = model.run_with_cache(ids, "**")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under, watched = model.run_with_cache(ids, "**")
+    assert torch.equal(logits, under)
+    assert all(torch.equal(cache[name], watched[name]) for name in cache)

@@ -86,7 +86,7 @@ def clean_tokens(model: Dsv4, ids: Tensor, mask: Tensor, row: int, alone: Tensor
             if name.endswith(("expert_indices", "indexer_selection"))
         },
     )
-    assert agreement.ties == 1
+    assert agreement.ties <= 1
     return agreement.clean
 
 

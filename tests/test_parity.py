@@ -90,7 +90,7 @@ def config_of(overrides: dict) -> Dsv4Config:
 
 def sweep(seeds: range, longest: int) -> None:
     """Two lengths of each random config; AssertionError names the seeds beyond the limit."""
-    over, ties, rows = [], 0, 0
+    over, clean, ties, rows = [], [], 0, 0
     for seed in seeds:
         draw = random.Random(seed)
         config = random_config(draw)
@@ -99,10 +99,12 @@ def sweep(seeds: range, longest: int) -> None:
         for tokens in (draw.randint(1, 9), draw.randint(10, longest)):
             result = parity(model, theirs, random_ids(config, 2, tokens, seed))
             ties, rows = ties + result.agreement.ties, rows + result.agreement.rows
+            clean.append(result.agreement.clean.double().mean().item())
             if not result.error <= LIMIT:
                 over.append(f"seed {seed}, {tokens} tokens: {result.error:.3g}")
     assert not over, f"relative error above {LIMIT}: {over}"
     assert ties <= max(1, NEAR_TIES_ALLOWED * rows), f"{ties} near ties in {rows} choices"
+    assert sum(clean) / len(clean) > 0.95
 
 
 @pytest.mark.parametrize("first", range(0, 80, 10))
