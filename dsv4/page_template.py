@@ -240,6 +240,8 @@ function draw() {
   $('block').value = block;
   $('which').textContent = 'block ' + B.layer + ' of ' + L + ': ' + B.kind + ', ' + B.router + ' router';
   document.querySelectorAll('.word').forEach((w, c) => w.classList.toggle('on', c === token));
+  const strip = $('words'), chosen = strip.children[token];
+  strip.scrollTop = chosen.offsetTop - strip.offsetTop - strip.clientHeight / 2;
   drawMixing(); drawPattern(); drawMass(); drawEntries(); drawExperts(); drawRouting(); drawLens(); drawAttribution();
   document.body.setAttribute('data-drawn', block + '/' + token);
 }

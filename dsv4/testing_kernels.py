@@ -117,6 +117,8 @@ class Resources:
     Attributes:
         registers, stack: of a thread; a stack (bytes) is where registers spill to.
         shared: bytes of a program. tensor_memory: columns of a program.
+        complaints: the assembler's, by code: C7510 and its neighbours say that products which could
+            overlap wait for each other.
     """
 
     registers: int
@@ -124,6 +126,7 @@ class Resources:
     shared: int
     tensor_memory: int
     instructions: Mapping[str, int]
+    complaints: tuple[str, ...]
 
 
 # Instructions counted: products on tensor cores, and copies that a program does not wait for.
@@ -162,7 +165,22 @@ def resources(
         shared=compiled.metadata.shared,
         tensor_memory=getattr(compiled.metadata, "tmem_size", None) or 0,
         instructions={name: ptx.count(name) for name in COUNTED},
+        complaints=_complaints(ptx),
     )
+
+
+def _complaints(ptx: str) -> tuple[str, ...]:
+    import triton
+
+    target = re.search(r"\.target\s+(\w+)", ptx)[1]
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        # The one that knows every architecture.
+        tool = triton.knobs.nvidia.ptxas_blackwell.path
+        command = [tool, "-v", f"--gpu-name={target}", source, "-o", Path(folder) / "kernel.cubin"]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return tuple(re.findall(r"\((C\d+)\)", printed))
 
 
 def _usage(cubin: bytes) -> str:

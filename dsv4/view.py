@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+import numpy
 import torch
 
 from dsv4.activation_cache import ActivationCache
@@ -94,7 +95,11 @@ def token_pattern(cache: ActivationCache, layer: int, head: int | None = None, m
     figure = new_figure(size + 1, size)
     axes = figure.subplots()
     limit = float(pattern.abs().max().clamp(min=1e-6))
-    image = axes.imshow(pattern.tolist(), cmap="RdBu", vmin=-limit, vmax=limit, interpolation="nearest")
+    from matplotlib.colors import FuncNorm
+
+    # Roots, or the few large cells would be all that is seen.
+    norm = FuncNorm((lambda x: numpy.sign(x) * numpy.sqrt(abs(x)), lambda x: numpy.sign(x) * x**2), vmin=-limit, vmax=limit)
+    image = axes.imshow(pattern.tolist(), cmap="RdBu", norm=norm, interpolation="nearest")
     figure.colorbar(image, ax=axes, shrink=0.8)
     name_cells(axes.set_xticks, cells, rotation=90)
     name_cells(axes.set_yticks, cells)

@@ -48,3 +48,14 @@ def keep_entry_1(selection, hook):
 name = "layers.2.self_attn.compressor.indexer.indexer_selection"
 logits = model.run_with_hooks(corrupt, [(name, keep_entry_1)])
 print(f"block 2 sees only entry 1: P(tom) = {probability(logits):.4f}")
+
+
+# All of it at once: every block and every one of the last tokens, one run each, entered where the
+# patch is. "denoise" puts values of the first prompt into the run of the second.
+def metric(logits):
+    return logits[0, -1].log_softmax(-1)[tom]
+
+
+over = {"name": "layer_output", "pos": [-3, -2, -1]}
+sweep = model.patch_sweep(clean, corrupt, metric, over, direction="denoise", progress=False)
+print(sweep.top(3))

@@ -1,4 +1,4 @@
-"""Steering: add one vector to the residual streams.
+"""Steering: add one vector to the residual streams, in one run and while text is generated.
 
 There are four streams. `model.steer` adds the vector to each of them; since the columns of the
 mixing matrices sum to one, later blocks carry it on unchanged.
@@ -39,3 +39,27 @@ def add(streams, hook):
 
 with model.hooks([(name, add)]):
     show("by hand:       ", model(facts + "whose lamp ?"))
+
+
+# While generating: contexts act in every step. At all positions the vector changes each answer that
+# follows; `pos` says where, counted in the whole row.
+question = facts + "whose lamp ?"
+tokens = model.to_tokens(question)
+end = tokens.shape[1] - 1
+
+
+def generated(ids):
+    return model.to_string(ids[0, tokens.shape[1] :].tolist())
+
+
+print("generated, plain:  ", generated(model.generate(tokens, max_new_tokens=5)))
+with model.steer(vector, layers=layer):
+    print("generated, steered:", generated(model.generate(tokens, max_new_tokens=5)))
+with model.steer(vector, layers=layer, pos=end):
+    ids, steps = model.generate(tokens, max_new_tokens=5, names="layers.*.mlp.expert_indices")
+    print("steered at `?` only:", generated(ids))
+# Captures of a generation cover the prompt and every token that was fed.
+print("experts of block 5, token by token:", steps["expert_indices", 5][0, end:, 0].tolist())
+# One stream in place of all, and the size taken as what the next block reads.
+with model.steer(vector, layers=layer, streams=0, norm="read"):
+    show("stream 0 alone:", model(question))

@@ -1,13 +1,15 @@
-"""Device code of the routed experts, and the launch table. Called from dsv4.kernels.grouped_experts, which checks the arguments.
+"""Device code of the routed experts, and the launch table; dsv4.kernels.grouped_experts checks the
+arguments. L is the clamp's limit, p a place in the order sorted by expert, s a slot, t a token.
 
-    expert_gate_up   neurons[p] = silu(min(g, L)) * clamp(u, -L, L),  g, u = gate_e . x[token], up_e . x[token]     p: sorted slot
-    expert_down      slots[s]   = weight[s] * (down_e . neurons[p])                                                 s: slot
-    sum_slots        out[t]     = slots[t k] + slots[t k + 1] + ...                                                 in slot order
+    expert_gate_up   neurons[p] = silu(min(g, L)) * clamp(u, -L, L), (g, u) = W_e . x[t]
+    expert_down      slots[s]   = weight[s] * (down_e . neurons[p])
+    sum_slots        out[t]     = slots[t k] + slots[t k + 1] + ... in this order
 
-A program owns one tile of a group's rows (never two groups) and a tile of output columns. Products are transposed, weights on the
-left: a tensor core wants 64 rows there, which decoding one token has only on the side of the weights, and stored codes are then
-widened in registers on their way to it: FP8 codes times scale to the nearest bfloat16, FP4 codes times scale exactly. Addresses are
-int64 wherever an expert or a slot enters.
+A program owns one tile of a group's rows (never two groups) and a tile of output columns. Products
+are transposed, weights on the left: a tensor core wants 64 rows there, which decoding one token has
+only on the side of the weights, and stored codes are then widened in registers on their way to it:
+FP8 codes times scale to the nearest bfloat16, FP4 codes times scale exactly. Addresses are int64
+wherever an expert or a slot enters.
 """
 
 import functools
@@ -20,12 +22,15 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4.kernels._device_triton import INTERPRETER, architecture
-from dsv4.kernels.grouped_experts import Stored, tiles_of
+from dsv4.kernels._route_triton import groups
+from dsv4.kernels.grouped_experts import Stored
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How one product is launched: output columns and inner depth of a program, warps, loads in flight."""
+    """How one product is launched: output columns and inner depth of a program, warps, loads in
+    flight.
+    """
 
     columns: int
     depth: int
@@ -33,7 +38,8 @@ class Tile:
     stages: int
 
 
-# (architecture, form of the weights, rows of a tile) -> (gate and up, down). A depth divides FP8's 128 columns. sm_80 has no E4M3.
+# (architecture, form of the weights, rows of a tile) -> (gate and up, down). A depth divides FP8's
+# 128 columns. sm_80 has no E4M3.
 LAUNCH: Mapping[tuple[str, str, int], tuple[Tile, Tile]] = {
     ("sm_90", "dense", 16): (Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
     ("sm_90", "dense", 64): (Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)),
@@ -84,14 +90,16 @@ def _scale(pointers):
 
 @triton.jit
 def _e2m1(code):
-    """4-bit code in the low bits of an int32 -> its value in float32, exact: exponent and mantissa fields move up, the bias follows."""
+    """4-bit code, low in an int32 -> float32, exact: its fields move up, the bias follows."""
     bits = ((code & 7) << 22) | ((code & 8) << 28)
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
 
 
 @triton.jit
 def _fp4(packed, scale, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
-    """[COLUMNS, DEPTH / 2] bytes, [COLUMNS, DEPTH / 32] scales in float32 -> [COLUMNS, DEPTH] float32; the low nibble is the even column."""
+    """Bytes [COLUMNS, DEPTH / 2], scales [COLUMNS, DEPTH / 32] -> [COLUMNS, DEPTH] float32; the low
+    nibble is the even column.
+    """
     code = packed.to(tl.int32)
     pairs = tl.join(_e2m1(code), _e2m1(code >> 4))
     blocks = tl.reshape(pairs, (COLUMNS, DEPTH // 32, 32)) * scale[:, :, None]
@@ -100,22 +108,11 @@ def _fp4(packed, scale, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
 
 @triton.jit
 def _multiply(
-    acc,
-    codes,
-    scales,
-    x,
-    row,
-    block_row,
-    k0,
-    K,
-    SCALES_WIDE,
-    FORM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    EVEN: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
-    """acc [COLUMNS, ROWS] += W[row, k0 : k0 + DEPTH] x [DEPTH, ROWS], for one expert's codes and scales."""
+    acc, codes, scales, x, row, block_row, k0, K, SCALES_WIDE,
+    FORM: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    EVEN: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """acc [COLUMNS, ROWS] += W[row, k0 : k0 + DEPTH] x [DEPTH, ROWS], of one expert."""
     if FORM == "fp4":
         half = k0 // 2 + tl.arange(0, DEPTH // 2)
         fours = k0 // 32 + tl.arange(0, DEPTH // 32)
@@ -152,7 +149,9 @@ def _multiply(
 
 @triton.jit
 def _tile(tile_expert, tile_row, ends, pid, ROWS: tl.constexpr):
-    """Expert of a tile (-1: none), its sorted rows, the last one repeated past the group's end, and which of them are the group's."""
+    """Expert of a tile (-1: none), its sorted rows, the last one repeated past the group's end, and
+    which of them are the group's.
+    """
     e = tl.load(tile_expert + pid)
     first = tl.load(tile_row + pid)
     last = tl.load(ends + tl.maximum(e, 0))
@@ -162,29 +161,12 @@ def _tile(tile_expert, tile_row, ends, pid, ROWS: tl.constexpr):
 
 @triton.jit
 def expert_gate_up(
-    x,
-    order,
-    tile_expert,
-    tile_row,
-    ends,
-    codes,
-    scales,
-    neurons,
-    limit,
-    top_k,
-    N,
-    K,
-    SCALES_HIGH,
-    SCALES_WIDE,
-    FORM: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    STAGES: tl.constexpr,
-    EVEN: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
-    """x [t K], codes [E 2N ..], scales [E SCALES_HIGH SCALES_WIDE] -> neurons [n N] in sorted order."""
+    x, order, tile_expert, tile_row, ends, codes, scales, neurons, limit, top_k,
+    N, K, SCALES_HIGH, SCALES_WIDE,
+    FORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """x [t K], codes [E 2N ..], scales [E SCALES_HIGH SCALES_WIDE] -> neurons [n N], sorted."""
     blocks = tl.cdiv(N, COLUMNS)
     pid = tl.program_id(0)
     e, place, inside = _tile(tile_expert, tile_row, ends, pid // blocks, ROWS)
@@ -206,37 +188,13 @@ def expert_gate_up(
         if WIDEN:
             x_t = x_t.to(tl.float32)
         gate = _multiply(
-            gate,
-            codes,
-            scales,
-            x_t,
-            row,
-            row // 128,
-            k0,
-            K,
-            SCALES_WIDE,
-            FORM,
-            COLUMNS,
-            DEPTH,
-            EVEN,
-            WIDEN,
-        )
+            gate, codes, scales, x_t, row, row // 128, k0,
+            K, SCALES_WIDE, FORM, COLUMNS, DEPTH, EVEN, WIDEN,
+        )  # fmt: skip
         up = _multiply(
-            up,
-            codes,
-            scales,
-            x_t,
-            N + row,
-            SCALES_HIGH // 2 + row // 128,
-            k0,
-            K,
-            SCALES_WIDE,
-            FORM,
-            COLUMNS,
-            DEPTH,
-            EVEN,
-            WIDEN,
-        )
+            up, codes, scales, x_t, N + row, SCALES_HIGH // 2 + row // 128, k0,
+            K, SCALES_WIDE, FORM, COLUMNS, DEPTH, EVEN, WIDEN,
+        )  # fmt: skip
     # Comparisons, not minimum: NaN goes through.
     gate = tl.where(gate > limit, limit, gate)
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
@@ -247,27 +205,11 @@ def expert_gate_up(
 
 @triton.jit
 def expert_down(
-    neurons,
-    order,
-    weights,
-    tile_expert,
-    tile_row,
-    ends,
-    codes,
-    scales,
-    slots,
-    N,
-    K,
-    SCALES_HIGH,
-    SCALES_WIDE,
-    FORM: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    STAGES: tl.constexpr,
-    EVEN: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
+    neurons, order, weights, tile_expert, tile_row, ends, codes, scales, slots,
+    N, K, SCALES_HIGH, SCALES_WIDE,
+    FORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
     """neurons [n K] in sorted order, codes [E N ..], weights [n] by slot -> slots [n N]."""
     blocks = tl.cdiv(N, COLUMNS)
     pid = tl.program_id(0)
@@ -288,21 +230,9 @@ def expert_down(
         if WIDEN:
             x_t = x_t.to(tl.float32)
         acc = _multiply(
-            acc,
-            codes,
-            scales,
-            x_t,
-            row,
-            row // 128,
-            k0,
-            K,
-            SCALES_WIDE,
-            FORM,
-            COLUMNS,
-            DEPTH,
-            EVEN,
-            WIDEN,
-        )
+            acc, codes, scales, x_t, row, row // 128, k0,
+            K, SCALES_WIDE, FORM, COLUMNS, DEPTH, EVEN, WIDEN,
+        )  # fmt: skip
     slot = tl.load(order + place)
     value = tl.trans(acc * tl.load(weights + slot)[None, :])
     at = slots + slot.to(tl.int64)[:, None] * N + column[None, :]
@@ -311,7 +241,7 @@ def expert_down(
 
 @triton.jit
 def sum_slots(slots, valid, out, top_k, N, COLUMNS: tl.constexpr, MASKED: tl.constexpr):
-    """slots [t k N] -> out [t N] float32; zeros for a token that is not valid, whose slots nobody wrote."""
+    """slots [t k N] -> out [t N] float32, zeros for a token that is not valid."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     token = tl.program_id(0).to(tl.int64)
     at = slots + token * top_k * N + column
@@ -342,53 +272,50 @@ def tile_rows(arch: str, form: str, mean: float) -> int:
 
 
 def run(
-    x: Tensor,
-    order: Tensor,
-    ends: Tensor,
-    weights: Tensor,
-    valid: Tensor | None,
-    bank: Stored,
-    limit: float,
+    x: Tensor, indices: Tensor, weights: Tensor, valid: Tensor | None, bank: Stored, limit: float
 ) -> Tensor:
-    """x [t H], order [n], ends [E], weights [t k] float32, valid [t] or None -> [t H] float32.
+    """x [t H], indices [t k], weights [t k] float32, valid [t] or None -> [t H] float32.
 
-    Everything contiguous. Three launches; their sizes come from shapes alone.
+    Everything contiguous. Four launches (a sort in place of the first for very many slots), whose
+    sizes come from shapes alone.
     """
     arch, form = architecture(x.device), bank.form
     tokens, width = x.shape
-    top_k, inner, slot_count = weights.shape[1], bank.first.shape[1] // 2, order.shape[0]
+    top_k, inner, slot_count = weights.shape[1], bank.first.shape[1] // 2, weights.numel()
     out = torch.empty(tokens, width, dtype=torch.float32, device=x.device)
     if slot_count == 0:
         return out.zero_()
     rows = tile_rows(arch, form, slot_count / bank.num_experts)
     first, second = LAUNCH[arch, form, rows]
-    tiles = (*tiles_of(ends, rows, slot_count), ends)
+    order, *tiles = groups(indices, valid, bank.num_experts, rows)
     # The interpreter multiplies no bfloat16 but in dot_scaled.
     widen = x.dtype == torch.float32 or (arch == INTERPRETER and form != "fp4")
     shared = dict(FORM=form, ROWS=rows, WIDEN=widen)
     neurons = torch.empty(slot_count, inner, dtype=x.dtype, device=x.device)
     slots = torch.empty(slot_count, width, dtype=x.dtype, device=x.device)
     expert_gate_up[_grid(tiles, first, inner)](
-        x, order, *tiles, *_codes(bank.first, bank.first_scale), neurons, limit, top_k, inner, width,
-        *_grid_of_scales(bank.first_scale), **shared, **launch_options(first, width),
+        x, order, *tiles, *_codes(bank.first, bank.first_scale), neurons, limit, top_k,
+        inner, width, *_grid_of_scales(bank.first_scale), **shared, **launch_options(first, width),
     )  # fmt: skip
     expert_down[_grid(tiles, second, width)](
-        neurons, order, weights, *tiles, *_codes(bank.second, bank.second_scale), slots, width, inner,
-        *_grid_of_scales(bank.second_scale), **shared, **launch_options(second, inner),
+        neurons, order, weights, *tiles, *_codes(bank.second, bank.second_scale), slots,
+        width, inner, *_grid_of_scales(bank.second_scale),
+        **shared, **launch_options(second, inner),
     )  # fmt: skip
     sum_slots[(tokens, triton.cdiv(width, SUM_COLUMNS))](
         slots,
-        ends if valid is None else valid.view(torch.uint8),
+        order if valid is None else valid.view(torch.uint8),
         out,
         top_k,
         width,
         COLUMNS=SUM_COLUMNS,
         MASKED=valid is not None,
+        enable_fp_fusion=True,
     )
     return out
 
 
-def _grid(tiles: tuple[Tensor, ...], tile: Tile, columns: int) -> tuple[int]:
+def _grid(tiles: list[Tensor], tile: Tile, columns: int) -> tuple[int]:
     return (tiles[0].shape[0] * triton.cdiv(columns, tile.columns),)
 
 
@@ -401,7 +328,7 @@ def launch_options(tile: Tile, depth: int) -> dict:
 
 
 def _codes(codes: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Packed codes and E8M0 scales as Triton takes them; without scales the codes stand in for them, unread."""
+    """Packed codes and E8M0 scales as bytes; without scales the codes stand in for them, unread."""
     scale = codes if scale is None else scale.contiguous()
     return tuple(
         t.view(torch.uint8) if t.dtype in (torch.int8, torch.float8_e8m0fnu) else t

@@ -42,7 +42,7 @@ BACKWARD: Mapping[str, tuple[Launch, ...]] = {
 }
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["query_count"])
 def pull_kernel(
     sink_ptr, out_ptr, lse_ptr, grad_ptr, whole_ptr, pull_ptr, sink_grad_ptr,
     heads, query_count, grad_b, grad_s, grad_n,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from dsv4.kernels.backend import available
+from dsv4.kernels.backend import BACKENDS, available
 from dsv4.kernels.grouped_linear import coded_linear, grouped_linear
 from dsv4.kernels.numeric import wide
 from dsv4.kernels.quantize import fp4_scale_shape, fp8_scale_shape
@@ -121,19 +121,24 @@ def sort_by_expert(indices: Tensor, num_experts: int, valid: Tensor | None = Non
 def tiles_of(ends: Tensor, rows: int, slots: int) -> tuple[Tensor, Tensor]:
     """Tiles of `rows` sorted rows that never span two experts: (expert [T] int32, -1 past the last tile; first row [T] int32).
 
-    T is the most that `slots` rows in E groups can need, so that it is known without the device: all groups non-empty, as far as the
-    rows last, and each but for one row full.
+    T is the most that `slots` rows in E groups can need, so that it is known without the device.
     """
     experts = ends.shape[0]
-    filled = min(experts, slots)
-    tile = torch.arange((slots - filled) // rows + filled, device=ends.device)
+    tile = torch.arange(most_tiles(experts, rows, slots), device=ends.device)
     counts = ends.diff(prepend=ends.new_zeros(1))
     tiles = (counts + rows - 1) // rows
     upto = tiles.cumsum(0)
     expert = torch.searchsorted(upto, tile, right=True)
     group = expert.clamp(max=experts - 1)
     first = (ends - counts)[group] + (tile - (upto - tiles)[group]) * rows
-    return expert.masked_fill(expert == experts, -1).int(), first.int()
+    is_none = expert == experts
+    return expert.masked_fill(is_none, -1).int(), first.masked_fill(is_none, 0).int()
+
+
+def most_tiles(experts: int, rows: int, slots: int) -> int:
+    """Tiles of `rows` that `slots` rows need where as many groups as can be hold one row, and one group the rest."""
+    filled = min(experts, slots)
+    return (slots - filled) // rows + filled
 
 
 def slots_in_order(x: Tensor, order: Tensor) -> Tensor:
@@ -148,12 +153,11 @@ def grouped_experts(x: Tensor, indices: Tensor, weights: Tensor, bank: Bank, lim
     Raises:
         ValueError: backend="triton" where it cannot run, with the reason.
     """
-    if backend != "torch":
+    if backend == "triton":
         stored = bank.stored(x.dtype)
-        reason = refusal(backend, x.device, x.dtype, stored.form)
-        if reason is not None:
-            raise ValueError(f'backend="{backend}": {reason}; use backend="torch"')
         return fused_experts(x, indices, weights, None, stored.first, stored.first_scale, stored.second, stored.second_scale, limit)
+    if backend != "torch":
+        raise ValueError(f"backend={backend!r}: expected one of {', '.join(map(repr, BACKENDS))}")
     t, k = indices.shape
     step = max(1, max(CHUNK // x.shape[-1], ROWS * bank.num_experts) // k)
     if t <= step:
@@ -201,13 +205,15 @@ def fused_experts(
     Args:
         valid: [t] bool or None; a token that is not valid costs nothing and gets zeros.
     """
-    from dsv4.kernels import _grouped_experts_triton as device_code
-
     bank = Stored(first, first_scale, second, second_scale)
     _check(x, indices, weights, valid, bank)
-    order, ends = sort_by_expert(indices, bank.num_experts, valid)
-    x, weights, first, second = (t.contiguous() for t in (x, weights, first, second))
-    return device_code.run(x, order, ends, weights, valid, Stored(first, first_scale, second, second_scale), limit)
+    reason = refusal("triton", x.device, x.dtype, bank.form)
+    if reason is not None:
+        raise ValueError(f'backend="triton": {reason}; use backend="torch"')
+    from dsv4.kernels import _grouped_experts_triton as device_code
+
+    x, indices, weights, first, second = (t.contiguous() for t in (x, indices, weights, first, second))
+    return device_code.run(x, indices, weights, valid, Stored(first, first_scale, second, second_scale), limit)
 
 
 @fused_experts.register_fake

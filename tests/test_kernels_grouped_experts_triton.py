@@ -337,6 +337,25 @@ def test_tiles_cover_every_group_once(rows, seed):
     assert all(e == -1 for e, _ in found[len(expected) :])
 
 
+def routed(indices: Tensor, valid: Tensor | None, experts: int, rows: int) -> list[Tensor]:
+    from dsv4.kernels._route_triton import groups
+
+    return list(groups(indices, valid, experts, rows))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "slots", "experts"), [(1, 1, 1), (3, 6, 384), (150, 2, 7), (40, 8, 3)]
+)
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_the_routing_kernel_is_the_sort(run, tokens, slots, experts, is_padded):
+    indices = torch.randint(0, experts, (tokens, slots))
+    valid = torch.rand(tokens) < 0.6 if is_padded else None
+    order, ends = op.sort_by_expert(indices, experts, valid)
+    expected = [order.int(), *op.tiles_of(ends, 16, indices.numel()), ends]
+    for one, other in zip(run(routed, indices, valid, experts, 16), expected, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_the_bound_on_tiles_is_reached():
     ends = torch.tensor([1, 2, 3, 3 + 9])
     expert, _ = op.tiles_of(ends, 8, 12)
@@ -417,7 +436,7 @@ def needs(arch: str, form: str, rows: int) -> list:
         **dict.fromkeys(("x", "neurons", "slots"), "*bf16"),
         **dict.fromkeys(("tile_expert", "tile_row", "ends"), "*i32"),
         **dict.fromkeys(("top_k", "N", "K", "SCALES_HIGH", "SCALES_WIDE"), "i32"),
-        "order": "*i64",
+        "order": "*i32",
         "weights": "*fp32",
         "limit": "fp32",
         "codes": {"dense": "*bf16", "fp8": "*fp8e4nv", "fp4": "*u8"}[form],
@@ -440,11 +459,30 @@ def needs(arch: str, form: str, rows: int) -> list:
     ]
 
 
+def check_routing(capability: int) -> None:
+    from dsv4.kernels import _route_triton as device_code
+
+    types = {
+        **dict.fromkeys(("order", "ends", "tile_expert", "tile_row"), "*i32"),
+        **dict.fromkeys(("n", "top_k", "E", "tiles"), "i32"),
+        "indices": "*i64",
+        "valid": "*u8",
+    }
+    sizes = {"RANKED": device_code.RANKED, "COUNTED": device_code.COUNTED}
+    for is_masked in (False, True):
+        options = {"ROWS": 16, "EXPERTS": 512, "MASKED": is_masked, "num_warps": device_code.WARPS}
+        options["enable_fp_fusion"] = True
+        need = resources(device_code.route, types, sizes | options, capability, ())
+        print("route", capability, need)
+        assert need.stack == 0, need
+
+
 def check_needs(arch: str, form: str, rows: int) -> None:
     _, memory, instruction = DEVICES[arch]
     for need in needs(arch, form, rows):
         print(arch, form, rows, need)
         assert need.stack == 0, need
+        assert not need.complaints, need
         assert need.shared <= memory, need
         assert need.tensor_memory <= TENSOR_MEMORY, need
         assert need.instructions[instruction] > 0, need
@@ -466,3 +504,4 @@ def test_every_entry_compiled(arch):
     assert {form for _, form, _ in chosen} >= {"dense", "fp4"}
     for entry in chosen:
         check_needs(*entry)
+    check_routing(DEVICES[arch][0])

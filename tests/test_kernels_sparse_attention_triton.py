@@ -132,13 +132,13 @@ def check(case: AttentionCase, seed: int = 0, device: str = "cpu", **changed) ->
     ):
         given = given | {k: given[k].detach().requires_grad_() for k in leaves}
         out = attend(**given, **more)
-        weight = torch.linspace(-1, 1, out.numel(), device=device).view(out.shape).to(out.dtype)
+        weight = torch.linspace(-1, 1, out.numel(), device=device).to(case.dtype)
+        weight = weight.to(out.dtype).view(out.shape)
         results.append((out, torch.autograd.grad((out * weight).sum(), [given[k] for k in leaves])))
     (out, grads), (expected, expected_grads) = results
     assert_close(out, expected, LIMIT[case.dtype], "output")
-    limit = "float32 op gradient" if case.dtype == torch.float32 else LIMIT[case.dtype]
     for name, grad, expected_grad in zip(leaves, grads, expected_grads, strict=True):
-        assert_close(grad, expected_grad, limit, f"gradient of {name}")
+        assert_close(grad, expected_grad, f"{LIMIT[case.dtype]} gradient", f"gradient of {name}")
     reach = arguments["reach"]
     assert_close(
         fused_sparse_attention(
@@ -147,7 +147,7 @@ def check(case: AttentionCase, seed: int = 0, device: str = "cpu", **changed) ->
             arguments["scale"],
         )[1],
         exact_lse(**exact),
-        limit,
+        LIMIT[case.dtype],
         "log-sum-exp",
     )
 
