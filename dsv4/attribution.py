@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from dsv4.kernels.norm_rotary import rms_norm
 from dsv4.kernels.numeric import wide
 from dsv4.reading import Reading
 from dsv4.table import Table
@@ -106,7 +107,7 @@ def attribute(read: Reading, terms: Sequence[Term], readout: Tensor, tokens, aga
     direction = direction.to(normed.device, normed.dtype)
     weight = wide(read.model.norm.weight.detach()).to(normed.device)
     scale = torch.rsqrt(wide(readout).square().mean(-1) + read.model.norm.eps)
-    _check_sum(read, wide(readout) * scale.unsqueeze(-1) * weight)
+    check_sum(read, readout)
     before_norm = direction * weight * scale.unsqueeze(-1)
 
     labels: list[Label] = []
@@ -141,11 +142,15 @@ def attribute(read: Reading, terms: Sequence[Term], readout: Tensor, tokens, aga
     return replace(found, values=read.drop(every, 1, 2), total=read.drop(total), scale=read.drop(scale))
 
 
-def _check_sum(read: Reading, normed: Tensor) -> None:
-    """What hooks did is known; what something else did to streams or modules shows here."""
+def check_sum(read: Reading, readout: Tensor) -> None:
+    """ValueError when readout [b s hidden], normed, is not the cached final_norm_output.
+
+    What hooks did is known; what something else did to streams or modules shows here.
+    """
     if "final_norm_output" in read.origin.edited or not bool(read.valid.any()):
         return
-    cached = read["final_norm_output"]
+    cached, norm = read["final_norm_output"], read.model.norm
+    normed = rms_norm(wide(readout), wide(norm.weight.detach()).to(readout.device), norm.eps)
     error = (normed - wide(cached))[read.valid].abs().max() / wide(cached)[read.valid].abs().max()
     limit = STEPS_OF_ROUNDING * torch.finfo(cached.dtype).eps if cached.dtype.itemsize < 4 else 1e-4
     if not error <= limit:

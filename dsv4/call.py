@@ -37,7 +37,6 @@ class Windows:
         filled: [b e_new] bool, False where a row closes fewer.
         index: [b e_new m] column of each slot's token in (kept projections, this call's), of the row's first token where there is none;
             present: [b e_new m] bool.
-        slot: [m] offset of a slot within its window (which position bias it takes).
         rotation: compress rope at each new entry's first token, [b e_new r/2] each.
         kept: unpooled projections that stand before this call's columns.
     """
@@ -53,7 +52,6 @@ class Windows:
     filled: Tensor
     index: Tensor
     present: Tensor
-    slot: Tensor
     rotation: Rotation
     kept: int
 
@@ -79,7 +77,6 @@ class Call:
     lengths: Tensor
     earlier: Tensor
     gap: int
-    padded: bool
     rotations: Mapping[str, Rotation]
     windows: Mapping[str, Windows]
     host: Host
@@ -102,7 +99,7 @@ class Call:
         """[b n] columns of each row's last n real tokens; a row with fewer repeats its first column."""
         last = self.start + (self.lengths - self.past) - 1
         offsets = torch.arange(n - 1, -1, -1, device=last.device)
-        return (last.unsqueeze(-1) - offsets).clamp(0, max(self.valid.shape[1] - 1, 0))
+        return torch.maximum(last.unsqueeze(-1) - offsets, self.start.unsqueeze(-1))
 
 
 OVERLAPPING = "compressed_sparse_attention"
@@ -140,7 +137,6 @@ def plan(config: Dsv4Config, rotary: Mapping[str, torch.nn.Module], input_ids: T
         lengths=lengths_t,
         earlier=earlier,
         gap=max((a for a, p in zip(start, past, strict=True) if p), default=0),
-        padded=any(c != s for c in counts),
         rotations={kind: rope(positions) for kind, rope in rotary.items()},
         windows=windows,
         host=Host(tuple(start), tuple(past), tuple(lengths)),
@@ -180,7 +176,6 @@ def _windows(config: Dsv4Config, kind: str, rotary, past: list[int], lengths: li
         filled=filled,
         index=torch.where(present, index, kept + start_c),
         present=present,
-        slot=offsets % rate,
         rotation=rotary(entry * rate),
         kept=kept,
     )

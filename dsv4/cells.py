@@ -110,6 +110,7 @@ def printable(word: str) -> str:
     return bare if len(bare) <= MAX_WORD else bare[: MAX_WORD - 3] + "..."
 
 
+@torch.no_grad()
 def lens_top(cache: ActivationCache, columns: Tensor, k: int, row: int = 0) -> tuple[Tensor, Tensor, list[int]]:
     """(probabilities, ids) [layers c k] of the best tokens that each layer's output reads as, and the layers.
 
@@ -119,11 +120,10 @@ def lens_top(cache: ActivationCache, columns: Tensor, k: int, row: int = 0) -> t
     held = {i: read.of("layer_output", i) for i in read.holding("layer_output")}
     streams = held if list(held) == read.layers else cache.residual.streams("layer_output")
     best = []
-    with torch.no_grad():
-        for value in streams.values():
-            value = value if read.has_rows else value.reshape(1, *read.positions.shape[1:], *value.shape[-2:])
-            logits = read.model.project_on_vocab(value[row][columns.to(value.device)], readout="head")
-            best.append(logits.softmax(-1).topk(min(k, logits.shape[-1])))
+    for value in streams.values():
+        value = value if read.has_rows else value.reshape(1, *read.positions.shape[1:], *value.shape[-2:])
+        logits = read.model.project_on_vocab(value[row][columns.to(value.device)], readout="head")
+        best.append(logits.softmax(-1).topk(min(k, logits.shape[-1])))
     return torch.stack([x.values for x in best]).cpu(), torch.stack([x.indices for x in best]).cpu(), list(streams)
 
 

@@ -114,9 +114,7 @@ def run_route(arguments: argparse.Namespace) -> None:
     usage, load, entropy = routing.usage(), routing.load(), routing.entropy("load")
     margin = routing.router_margin(scored) if scored else {}
     words = spell(model, ids[0].tolist())
-    position = range(len(words))[arguments.pos] if -len(words) <= arguments.pos < len(words) else None
-    if position is None:
-        raise ValueError(f"--pos {arguments.pos}: the prompt has {len(words)} tokens")
+    position = range(len(words))[arguments.pos]
     rows = []
     for i in layers:
         rows.append(
@@ -286,7 +284,11 @@ def opened(arguments: argparse.Namespace) -> tuple[Dsv4, Tensor]:
     source = checkpoint_folder() if is_shipped else arguments.model
     model = Dsv4.from_pretrained(source, device=arguments.device, dtype=dtype)
     prompt, _ = default_prompts(model, arguments.prompt, is_shipped)
-    return model, read_prompt(model, prompt, is_shipped)
+    ids = read_prompt(model, prompt, is_shipped)
+    pos, tokens = getattr(arguments, "pos", None), ids.shape[1]
+    if pos is not None and not -tokens <= pos < tokens:
+        raise ValueError(f"--pos {pos}: the prompt has {tokens} tokens")
+    return model, ids
 
 
 def write(arguments: argparse.Namespace, result: dict[str, Any], told) -> None:

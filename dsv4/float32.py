@@ -10,9 +10,13 @@ class Float32(nn.Module):
     FLOAT32: tuple[str, ...] | None = None
     """Names of the parameters and buffers kept; None keeps all of the module's own."""
 
+    def keeps(self, leaf: str) -> bool:
+        """Whether the parameter or buffer of that name is one of them."""
+        return self.FLOAT32 is None or leaf in self.FLOAT32
+
     def _apply(self, fn, recurse=True):
         own = {**self._parameters, **self._buffers}
-        wide = [t for name, t in own.items() if t is not None and (self.FLOAT32 is None or name in self.FLOAT32)]
+        wide = [t for name, t in own.items() if t is not None and self.keeps(name)]
         grads = [t.grad for t in wide if isinstance(t, nn.Parameter) and t.grad is not None]
         kept = {id(t) for t in (*wide, *grads)}
 

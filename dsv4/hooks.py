@@ -192,7 +192,7 @@ class HookPoint(nn.Module):
 
     def _through_hooks(self, x: Tensor) -> Tensor:
         given = x if self.shared else x.clone()
-        version = None if given.is_inference() else given._version
+        seen = x.clone() if self.shared else x
         y = super().__call__(given)
         if given.shape != x.shape:
             raise ValueError(
@@ -202,9 +202,8 @@ class HookPoint(nn.Module):
             if y is not given or not _same_bits(given, x):
                 raise self._is_read_only()
             return x
-        if y is not given or (
-            given._version != version if version is not None else not _same_bits(given, x)
-        ):
+        # By its bits: a write through .data or numpy moves no version counter.
+        if y is not given or not _same_bits(given, seen):
             self.stage.edited[self.name] = None
         return y if y is given else self._accept(y, x)
 
@@ -240,11 +239,11 @@ class HookPoint(nn.Module):
         handles = tuple(self._gradient_hooks)
         for handle in handles:
             handle.last_run = self.stage.runs
-        y.register_hook(partial(self._on_gradient, handles, self.stage.call, self.stage.step))
+        y.register_hook(partial(self._on_gradient, handles, (self.stage.call, self.stage.kept, self.stage.step)))
         return y
 
-    def _on_gradient(self, handles: tuple[Handle, ...], call, step: int, grad: Tensor) -> Tensor:
-        with self.stage.replay(call, step):
+    def _on_gradient(self, handles: tuple[Handle, ...], run: tuple, grad: Tensor) -> Tensor:
+        with self.stage.replay(*run):
             for handle in handles:
                 grad = grad.clone()
                 returned = handle(grad)

@@ -4,6 +4,7 @@ Mixed into the model. The converter is imported when it is asked for: the model 
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -74,10 +75,11 @@ class Loading:
         """A model of random weights, every parameter non-trivial; the same seed gives the same weights. kernels: as in from_pretrained."""
         from dsv4 import pretrained
 
-        model = cls(config)
-        pretrained.use_kernels(model, kernels, device, dtype or config.torch_dtype)
+        dtype = dtype or config.torch_dtype
+        model = cls(replace(config, torch_dtype=dtype))
+        pretrained.use_kernels(model, kernels, device, dtype)
         initialize.fill(model, seed)
-        return model.to(device=device, dtype=dtype or config.torch_dtype)
+        return model.to(device=device, dtype=dtype)
 
     @classmethod
     def from_transformers(cls, hf_model) -> Self:

@@ -49,8 +49,7 @@ def page(cache: ActivationCache, path: str | Path, row: int = 0) -> dict[str, An
     Raises:
         ValueError: a value is missing (its name is said), a hook edited what the sums need, or row does not exist.
     """
-    with torch.no_grad():
-        data = page_data(cache, row)
+    data = page_data(cache, row)
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     # Inside a script element only a tag could end it early.
     text = text.replace("<", "\\u003c")
@@ -58,6 +57,7 @@ def page(cache: ActivationCache, path: str | Path, row: int = 0) -> dict[str, An
     return {"tokens": data["tokens"], "cells": len(data["words"]), "blocks": len(data["blocks"]), "heads": data["heads"]}
 
 
+@torch.no_grad()
 def page_data(cache: ActivationCache, row: int = 0) -> dict[str, Any]:
     """What the page shows, as plain numbers and words."""
     read = Reading(cache)

@@ -1,7 +1,7 @@
 """Where the model meets checkpoints and transformers: building without memory, filling from files, saving, comparing."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from tqdm import tqdm
 from dsv4.attention import SlidingAttention
 from dsv4.config import Dsv4Config
 from dsv4.experts import Experts, Fp4Experts, Fp8Experts, StoredExperts
+from dsv4.float32 import Float32
 from dsv4.generate import read_generation_config
 from dsv4.kernels import grouped_experts, sparse_attention
 from dsv4.kernels.backend import BACKENDS, available
@@ -24,7 +25,6 @@ from dsv4.text import Tokenizer
 WEIGHTS = ("native", "dequantized")
 # Loads above this many bytes show a bar.
 LONG_LOAD = 1 << 30
-GENERATION_CONFIG = "generation_config.json"
 
 
 def load(cls, repo_or_path, *, dtype, device, weights, kernels, numerics, mtp, strict_config, progress, hub: dict[str, Any]):
@@ -40,6 +40,7 @@ def load(cls, repo_or_path, *, dtype, device, weights, kernels, numerics, mtp, s
     stored = {name: form for name, form in checkpoint.formats.items() if form != "dense"}
     native = weights == "native" or (weights is None and bool(stored))
     dtype = dtype or config.torch_dtype
+    config = replace(config, torch_dtype=dtype)
     with torch.device("meta"):
         model = cls(config)
     if native:
@@ -174,12 +175,16 @@ def from_transformers(cls, hf_model):
         found = theirs[source]
         if found.shape != tensor.shape:
             raise ValueError(f"{source} has shape {list(found.shape)}; {name} needs {list(tensor.shape)}")
-        put(model, name, found.detach() if name.endswith("tid2eid") or "bias" in name else found)
+        owner, leaf = owner_of(model, name)
+        if isinstance(owner, Float32) and owner.keeps(leaf) and found.dtype.itemsize < torch.float32.itemsize:
+            found = found.detach().float()
+        put(model, name, found.detach() if leaf in owner._buffers else found)
     if missing:
         raise ValueError(f"the transformers model lacks {len(missing)} tensors: {missing[:10]}")
     for module in model.modules():
         if isinstance(module, Rotary):
             module.reset(model.device)
+    model.config = replace(config, torch_dtype=model.dtype)
     use_kernels(model, "auto", model.device, model.dtype)
     return model
 

@@ -126,6 +126,8 @@ class Residual:
         parts = dict(self._parts(mix, leaf, layer))
         parts.update(self._edited_read(mix, leaf, layer))
         values = torch.stack(list(parts.values()))
+        if leaf == "readout":
+            self._compare(values.sum(0))
         return Decomposition(VALUES[leaf].full_name(layer), list(parts), self.read.drop(values, 1, 2))
 
     def accumulated(self, at: str | tuple[int, str] = "readout") -> Decomposition:
@@ -165,11 +167,18 @@ class Residual:
                 means.append(self._mean(mix))
                 sums.append(sum(self._mean_when_written(label, mix) for label in mix.order[known:]))
                 known = len(mix.order)
+        if "readout_weights" in self.read.cache and self.read.origin.stop is None:
+            self.decompose()
         means, added = torch.stack(means), torch.stack(sums).cumsum(0)
         real = self.read.valid
         error = (added - means)[:, real].abs().max() / means[:, real].abs().max() if bool(real.any()) else torch.zeros(())
         values = self.read.drop(means if exact else added, 1, 2)
         return StreamMean(labels, values, exact, 0.0 if exact else error.item())
+
+    def _compare(self, readout: Tensor) -> None:
+        """Refuse a run that something other than hooks changed, where final_norm_output was captured to tell."""
+        if "final_norm_output" in self.read.cache and self.read.cache.model is not None and not self._is_edited("readout"):
+            attribution.check_sum(self.read, readout)
 
     # Attribution.
 

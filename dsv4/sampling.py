@@ -82,8 +82,6 @@ def keep_likely(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_p is not None and sampling.top_p < 1:
         chances = ordered.softmax(-1)
         better = chances.cumsum(-1) - chances
-        # The best has none before it, whatever rounding says.
-        better[..., 0] = 0
         ordered = ordered.masked_fill(better >= sampling.top_p, -torch.inf)
     if sampling.min_p is not None:
         chances = ordered.softmax(-1)

@@ -117,14 +117,14 @@ class Stage:
             )
 
     @contextmanager
-    def replay(self, call, step: int) -> Iterator[None]:
+    def replay(self, call, kept: Tensor | None, step: int) -> Iterator[None]:
         """Show a finished run's call again, for gradient hooks."""
-        before = self.call, self.step
-        self.call, self.step = call, step
+        before = self.call, self.kept, self.step
+        self.call, self.kept, self.step = call, kept, step
         try:
             yield
         finally:
-            self.call, self.step = before
+            self.call, self.kept, self.step = before
 
     def columns(self, name: str) -> Tensor | None:
         """[b n] columns of the call that a value's token axis holds; None when it holds all."""

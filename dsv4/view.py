@@ -78,6 +78,7 @@ def new_figure(width: float, height: float):
 # The pictures.
 
 
+@torch.no_grad()
 def token_pattern(cache: ActivationCache, layer: int, head: int | None = None, mode: str = "shares", row: int = 0):
     """Query by token, entries split into their tokens (`cache.attention.token_pattern`); head None is the mean over heads.
 
@@ -113,6 +114,7 @@ def token_pattern(cache: ActivationCache, layer: int, head: int | None = None, m
     return figure
 
 
+@torch.no_grad()
 def routing_map(cache: ActivationCache, row: int = 0):
     """By block and token: the expert with the largest weight. Needs expert_indices and expert_weights (the residual set)."""
     read = Reading(cache)
@@ -144,6 +146,7 @@ def routing_map(cache: ActivationCache, row: int = 0):
     return figure
 
 
+@torch.no_grad()
 def stream_mixing(cache: ActivationCache, layer: int | None = None, pos: int = -1, row: int = 0):
     """What sublayers read of each stream (pre), write to each (post), and how streams are mixed (comb), at one token.
 
@@ -186,6 +189,7 @@ def stream_mixing(cache: ActivationCache, layer: int | None = None, pos: int = -
     return figure
 
 
+@torch.no_grad()
 def lens_table(cache: ActivationCache, pos: int | None = None, k: int = 5, row: int = 0):
     """Every layer_output read as the next token (readout "head"): pos None is the best word by block and token (the last tokens of
     a long prompt, said in the title); an int the k best by block at that token. Needs the residual set, or layer_output.
@@ -221,6 +225,7 @@ def lens_table(cache: ActivationCache, pos: int | None = None, k: int = 5, row: 
     return figure
 
 
+@torch.no_grad()
 def attribution_bars(found: Attribution, k: int = 20, pos: int = -1, row: int = 0, title: str | None = None):
     """The k largest components of `cache.residual.logit_attribution(...)` at one token, and the sum of the others.
 
@@ -266,13 +271,13 @@ def name_cells(ticks: Callable, cells: Cells, **options) -> None:
     ticks(places, [label(joined([words[i]]), 14) for i in places], fontsize=7, **options)
 
 
+@torch.no_grad()
 def _answer_bars(cache: ActivationCache, layer: int | None):
     """Of the most likely next token after the last one captured."""
     read = Reading(cache)
     read.require(["final_norm_output"], "attribution")
     column, word, position = one_token(read, -1, 0)
-    with torch.no_grad():
-        logits = read.model.lm_head(read["final_norm_output"][0, column])
+    logits = read.model.lm_head(read["final_norm_output"][0, column])
     answer = int(logits.argmax())
     said = f"logit of {spell(read.model, [answer])[0]!r} after {word!r} (position {position}) = {float(logits[answer]):.4g}"
     return attribution_bars(cache.residual.logit_attribution(answer), title=f"{said}, final norm's scale frozen")

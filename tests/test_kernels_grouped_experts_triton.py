@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dsv4 import Dsv4, Dsv4Config
+from dsv4.experts import Experts
 from dsv4.kernels import grouped_experts as op
 from dsv4.kernels.backend import available
 from dsv4.kernels.quantize import (
@@ -22,6 +24,7 @@ from dsv4.kernels.quantize import (
     quantize_fp4,
     quantize_fp8,
 )
+from dsv4.pretrained import keep_stored, use_kernels
 from dsv4.testing import assert_close, relative_error
 from dsv4.testing_kernels import interpreter, resources
 
@@ -402,6 +405,35 @@ def native(form, tokens, slots, experts, hidden, inner):
     expected = op.grouped_experts(here[0].double(), here[1], here[2].double(), wide, LIMIT)
     plain = op.grouped_experts(*here, bank, LIMIT)
     assert relative_error(out, expected) <= 2 * relative_error(plain, expected)
+
+
+def model_values(ids: Tensor, kernels: str, form: str) -> list[Tensor]:
+    """Logits of a tiny model whose second mixture is stored, alone and with a slot's value read."""
+    model = Dsv4.from_config(Dsv4Config.tiny(moe_intermediate_size=32), seed=1)
+    name = "layers.1.mlp.experts"
+    dense = model.get_submodule(name)
+    keep_stored(model, name, form)
+    quantize = {"fp4": quantize_fp4, "fp8": quantize_fp8}[form]
+    for leaf in ("gate_up_proj", "down_proj"):
+        parts = {"row_parts": 2} if (form, leaf) == ("fp8", "gate_up_proj") else {}
+        codes, scale = quantize(getattr(dense, leaf).detach(), **parts)
+        model.get_submodule(name).load_state_dict(
+            {leaf: codes, f"{leaf}_scale_inv": scale}, strict=False
+        )
+    use_kernels(model, kernels, "cpu", torch.float32)
+    assert {m.backend for m in model.modules() if isinstance(m, Experts)} == {kernels}
+    with torch.no_grad():
+        watched, cache = model.run_with_cache(ids, ["layers.1.mlp.expert_outputs"])
+        return [model(ids), watched, cache["layers.1.mlp.expert_outputs"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["fp8", "fp4"])
+def test_a_model_with_either_backend(run, form):
+    ids = torch.randint(0, 64, (1, 5))
+    here, there = model_values(ids, "torch", form), run(model_values, ids, "triton", form)
+    for one, other in zip(there, here, strict=True):
+        assert_close(one, other, "watched")
 
 
 @pytest.mark.gpu

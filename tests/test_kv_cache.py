@@ -711,6 +711,21 @@ def test_expand_keeps_one_copy_of_the_prefix():
     assert many.clone().nbytes <= 1.5 * one
 
 
+def test_what_was_shared_is_let_go_when_no_row_goes_back_to_it(model):
+    row = model.new_kv_cache(1, 400, rewind=60)
+    model(random_ids(model.config, 1, 150, seed=1), kv_cache=row)
+    many = row.expand(3)
+
+    def shared():
+        slots = zip(many._slots, many.state.tapes, strict=True)
+        return [tape.shared is not None for slot, tape in slots if not hasattr(slot, "rate")]
+
+    assert all(shared())
+    for step in range(4):
+        model(random_ids(model.config, 3, 60, seed=step), kv_cache=many)
+    assert not any(shared())
+
+
 def test_a_long_prefix_has_its_entries_copied(monkeypatch, model, ids):
     monkeypatch.setattr("dsv4.kv_cache.SHARED_ENTRIES", 16)
     assert SHARED_ENTRIES > 16

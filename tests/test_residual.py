@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsv4 import ActivationCache, Dsv4
-from dsv4.testing import random_config, random_ids
+from dsv4.testing import fault_config, random_config, random_ids
 from dsv4.testing_probes import changed, padded_batch, watched_model
 
 LAYERS = range(6)
@@ -664,3 +664,14 @@ def test_lens_of_a_cache():
     right[0, -3:] = 0
     table = str(MODEL.logit_lens(IDS, pos=None, attention_mask=right))
     assert table == str(MODEL.logit_lens(IDS[:1, :-3]))
+
+
+@pytest.mark.parametrize("ask", ["decompose", "accumulated", "stream_mean"])
+def test_a_run_changed_by_a_module_hook_is_refused(ask: str):
+    model = Dsv4.from_config(fault_config(), seed=5)
+    handle = model.layers[2].register_forward_hook(lambda module, args, out: out * 1.5)
+    with torch.no_grad():
+        _, cache = model.run_with_cache(random_ids(model.config, 2, 28))
+    handle.remove()
+    with pytest.raises(ValueError, match="something other than a hook at a value"):
+        getattr(cache.residual, ask)()
