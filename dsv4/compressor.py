@@ -35,10 +35,21 @@ class EntryPool(Probed, Float32):
         self.position_bias = nn.Parameter(torch.empty(rate, series * width, dtype=torch.float32))
         self.kv_norm = RMSNorm(width, config.rms_norm_eps)
 
-    def project(self, x: Tensor, kept, windows: Windows) -> Tensor:
-        """x [b s hidden] -> [b kept+s 2 * series * width] float32: kv beside gate, after those kept from earlier calls."""
-        new = torch.cat((self.kv_proj.in_float32(x), self.gate_proj.in_float32(x)), dim=-1)
-        return new if kept is None else kept.extend(new, windows.kept)
+    def project(self, x: Tensor) -> Tensor:
+        """x [b s hidden] -> [b s 2 * series * width] float32: kv beside gate."""
+        return torch.cat((self.kv_proj.in_float32(x), self.gate_proj.in_float32(x)), dim=-1)
+
+    def gates(self, projected: Tensor, windows: Windows, present: Tensor) -> Tensor:
+        """projected [b kept+s ...], present [b e_new window] bool -> the weight of each slot and channel [b e_new window width]."""
+        gate = projected.chunk(2, dim=-1)[1]
+        bias = torch.cat(self.position_bias.chunk(self.series, dim=-1))
+        return pool_gates(self.slots(gate, windows) + bias, present)
+
+    def pooled(self, projected: Tensor, gates: Tensor, windows: Windows, dtype: torch.dtype) -> Tensor:
+        """The entries that close, normed and rotated [b e_new width]; zeros where a row closes fewer."""
+        kv = projected.chunk(2, dim=-1)[0]
+        entries = rotate(self.kv_norm(pool(self.slots(kv, windows), gates).to(dtype)), *windows.rotation)
+        return entries.masked_fill(~windows.filled.unsqueeze(-1), 0.0)
 
     def slots(self, projected: Tensor, windows: Windows) -> Tensor:
         """[b kept+s series * width] -> [b e_new window width]: each slot's token, seen through the series that the slot uses."""
@@ -46,15 +57,6 @@ class EntryPool(Probed, Float32):
         per_series = windows.index.chunk(self.series, dim=-1)
         halves = projected.chunk(self.series, dim=-1)
         return torch.cat([half[rows, index] for half, index in zip(halves, per_series, strict=True)], dim=2)
-
-    def gate_logits(self, gate: Tensor, windows: Windows) -> Tensor:
-        bias = torch.cat(self.position_bias.chunk(self.series, dim=-1))
-        return self.slots(gate, windows) + bias
-
-    def finish(self, pooled: Tensor, windows: Windows, dtype: torch.dtype) -> Tensor:
-        """Norm, rotary and zeros where a row closed fewer: pooled [b e_new width] -> [b e_new width] of `dtype`."""
-        entries = rotate(self.kv_norm(pooled.to(dtype)), *windows.rotation)
-        return entries.masked_fill(~windows.filled.unsqueeze(-1), 0.0)
 
 
 class Compressor(EntryPool):
@@ -68,9 +70,9 @@ class Compressor(EntryPool):
     def forward(self, x: Tensor, call: Call, kv=None) -> Tensor:
         """x [b s hidden] -> entries that exist after the call [b e D]."""
         windows = call.windows[self.layer_type]
-        kv_slots, gate = self.project(x, kv and kv.projections, windows).chunk(2, dim=-1)
-        gates = self.tap.compressor_gates(pool_gates(self.gate_logits(gate, windows), windows.present))
-        made = self.finish(pool(self.slots(kv_slots, windows), gates), windows, x.dtype)
+        projected = self.project(x) if kv is None else kv.projections.extend(self.project(x), windows.kept)
+        gates = self.tap.compressor_gates(self.gates(projected, windows, windows.present))
+        made = self.pooled(projected, gates, windows, x.dtype)
         entries = self.tap.compressed_entries(made)
         if entries is not made:
             entries = entries.masked_fill(~windows.filled.unsqueeze(-1), 0.0)

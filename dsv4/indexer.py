@@ -16,7 +16,6 @@ from dsv4.config import Dsv4Config
 from dsv4.hooks import HookPoint
 from dsv4.kernels.index_scores import closed_entries, combine_heads, index_head_scores, select_by_index, select_entries
 from dsv4.kernels.norm_rotary import rotate
-from dsv4.kernels.pooling import pool, pool_gates
 from dsv4.linear import Linear
 
 
@@ -61,9 +60,8 @@ class Indexer(EntryPool):
 
     def keys(self, x: Tensor, call: Call, kv) -> Tensor:
         windows = call.windows[self.layer_type]
-        kv_slots, gate = self.project(x, kv and kv.projections, windows).chunk(2, dim=-1)
-        gates = pool_gates(self.gate_logits(gate, windows), windows.present)
-        entries = self.finish(pool(self.slots(kv_slots, windows), gates), windows, x.dtype)
+        projected = self.project(x) if kv is None else kv.projections.extend(self.project(x), windows.kept)
+        entries = self.pooled(projected, self.gates(projected, windows, windows.present), windows, x.dtype)
         return entries if kv is None else kv.entries.extend(entries, windows)
 
     def select(self, x: Tensor, latent: Tensor, keys: Tensor, call: Call) -> Tensor:

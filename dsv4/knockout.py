@@ -32,7 +32,6 @@ from dsv4.kernels.index_scores import (
 )
 from dsv4.kernels.norm_rotary import rotate_back
 from dsv4.kernels.numeric import wide
-from dsv4.kernels.pooling import pool, pool_gates
 from dsv4.kernels.sparse_attention import mix_values, visible_entries
 from dsv4.part import Positions, as_mask, indices_of
 
@@ -367,12 +366,12 @@ class _Copies:
     def _pooled(self, x: Tensor, windows: Windows, call: Call, slots) -> Tensor:
         """[b e_new D]: the entries that this call closes."""
         pooling = self.pool
-        kept = None if slots is None else self.slots(slots).projections
-        kv, gate = pooling.project(x, kept, windows).chunk(2, dim=-1)
+        new = pooling.project(x)
+        projected = new if slots is None else self.slots(slots).projections.joined(new, windows.kept)
         number = windows.before.unsqueeze(1) + torch.arange(windows.new, device=x.device)
         hidden, _ = self._slots(number, windows, call)
-        gates = pool_gates(pooling.gate_logits(gate, windows), windows.present & ~hidden)
-        return pooling.finish(pool(pooling.slots(kv, windows), gates), windows, x.dtype)
+        gates = pooling.gates(projected, windows, windows.present & ~hidden)
+        return pooling.pooled(projected, gates, windows, x.dtype)
 
     def _joined(self, new: Tensor, windows: Windows, kv) -> tuple[Tensor, Tensor]:
         """(all entries' copies [b e D], which of them are known [b e]), this call's put in."""

@@ -49,6 +49,10 @@ class TokenSlot:
     def extend(self, new: Tensor, earlier: int) -> Tensor:
         """[b s width] -> [b earlier+s width]: before this call's columns each row's last tokens."""
         self.pending = new.detach()
+        return self.joined(new, earlier)
+
+    def joined(self, new: Tensor, earlier: int) -> Tensor:
+        """What `extend` returns, with nothing put in."""
         if earlier == 0:
             return new
         state = self.cache.state
