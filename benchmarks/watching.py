@@ -20,7 +20,7 @@ WAYS = {
     "the residual set": None,
     "every layer_output": "layers.*.layer_output",
     "every mlp_output, expert_weights, expert_indices": ["**.mlp_output", "**.expert_weights", "**.expert_indices"],
-    "attention_probabilities of one block": "layers.2.self_attn.attention_probabilities",
+    "attention_probabilities of one CSA block": "layers.2.self_attn.attention_probabilities",
     "attention_probabilities of every block": "**.attention_probabilities",
     "attention_head_results of every block": "**.attention_head_results",
     "expert_outputs of every block": "**.expert_outputs",
@@ -99,7 +99,6 @@ def sizes() -> None:
     names = {
         **WAYS,
         "one layer_output": "layers.20.layer_output",
-        "attention_probabilities of one CSA block": "layers.2.self_attn.attention_probabilities",
         "layer_output, mlp_output and attention_output of every block": ["**.layer_output", "**.mlp_output", "**.attention_output"],
     }
     for title, chosen in names.items():

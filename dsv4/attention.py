@@ -20,7 +20,7 @@ from dsv4.indexer import Indexer
 from dsv4.kernels.norm_rotary import rotate, rotate_back
 from dsv4.kernels.numeric import wide
 from dsv4.kernels.sparse_attention import mix_values, score_keys, softmax_with_sink, sparse_attention, visible_entries, visible_tokens
-from dsv4.linear import GroupedLinear, Linear
+from dsv4.linear import BlockDiagonalLinear, Linear
 from dsv4.norm import RMSNorm, UnweightedRMSNorm
 
 # Values that the fused attention does not have.
@@ -52,7 +52,7 @@ class SlidingAttention(Probed, Float32):
         self.kv_proj = Linear(config.hidden_size, self.width)
         self.kv_norm = RMSNorm(self.width, config.rms_norm_eps)
         self.sinks = nn.Parameter(torch.empty(self.heads, dtype=torch.float32))
-        self.o_a_proj = GroupedLinear(self.heads * self.width, config.o_lora_rank, config.o_groups)
+        self.o_a_proj = BlockDiagonalLinear(self.heads * self.width, config.o_lora_rank, config.o_groups)
         self.o_b_proj = Linear(config.o_groups * config.o_lora_rank, config.hidden_size)
 
         self.attention_query_latent = HookPoint("b s q_lora_rank")

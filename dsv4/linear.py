@@ -66,7 +66,7 @@ class Fp8Linear(Linear):
         return f"{self.in_features} -> {self.out_features}, FP8"
 
 
-class GroupedLinear(Linear):
+class BlockDiagonalLinear(Linear):
     """Block-diagonal projection: input group g [in / groups] goes through rows g of the weight [groups * out_per_group, in / groups]."""
 
     def __init__(self, in_features: int, out_per_group: int, groups: int):
@@ -75,29 +75,29 @@ class GroupedLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [b s in] -> [b s groups out_per_group]."""
-        return grouped_product(x, self.by_group(x.dtype))
+        return block_diagonal_product(x, self.by_group(x.dtype))
 
     def by_group(self, dtype: torch.dtype) -> Tensor:
         """[groups, out_per_group, in / groups]."""
         return self.matrix(dtype).unflatten(0, (self.groups, -1))
 
 
-class Fp8GroupedLinear(Fp8Linear):
-    """GroupedLinear over FP8 codes."""
+class Fp8BlockDiagonalLinear(Fp8Linear):
+    """BlockDiagonalLinear over FP8 codes."""
 
     def __init__(self, in_features: int, out_per_group: int, groups: int):
         super().__init__(in_features // groups, out_per_group * groups)
         self.groups = groups
 
-    forward = GroupedLinear.forward
-    by_group = GroupedLinear.by_group
+    forward = BlockDiagonalLinear.forward
+    by_group = BlockDiagonalLinear.by_group
 
-    def dequantized(self, dtype: torch.dtype = torch.bfloat16) -> GroupedLinear:
+    def dequantized(self, dtype: torch.dtype = torch.bfloat16) -> BlockDiagonalLinear:
         sizes = (self.in_features * self.groups, self.out_features // self.groups, self.groups)
-        return self._dense(GroupedLinear, *sizes, dtype=dtype)
+        return self._dense(BlockDiagonalLinear, *sizes, dtype=dtype)
 
 
-def grouped_product(x: Tensor, weight: Tensor) -> Tensor:
+def block_diagonal_product(x: Tensor, weight: Tensor) -> Tensor:
     """x [b s g*i], weight [g o i] -> [b s g o]."""
     b, s, _ = x.shape
     g, o, i = weight.shape

@@ -17,7 +17,7 @@ from dsv4.float32 import Float32
 from dsv4.generate import read_generation_config
 from dsv4.kernels import grouped_experts, sparse_attention
 from dsv4.kernels.backend import BACKENDS, available
-from dsv4.linear import Fp8GroupedLinear, Fp8Linear, GroupedLinear, Linear
+from dsv4.linear import Fp8BlockDiagonalLinear, Fp8Linear, BlockDiagonalLinear, Linear
 from dsv4.rope import Rotary
 from dsv4.table import Table
 from dsv4.text import Tokenizer
@@ -134,8 +134,8 @@ def keep_stored(model: nn.Module, name: str, form: str) -> None:
     dense = model.get_submodule(name)
     if isinstance(dense, Experts):
         kept: nn.Module = {"fp8": Fp8Experts, "fp4": Fp4Experts}[form](model.config)
-    elif isinstance(dense, GroupedLinear):
-        kept = Fp8GroupedLinear(dense.in_features * dense.groups, dense.out_features // dense.groups, dense.groups)
+    elif isinstance(dense, BlockDiagonalLinear):
+        kept = Fp8BlockDiagonalLinear(dense.in_features * dense.groups, dense.out_features // dense.groups, dense.groups)
     elif type(dense) is Linear:
         kept = Fp8Linear(dense.in_features, dense.out_features)
     else:

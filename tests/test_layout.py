@@ -53,7 +53,8 @@ GROUPS = {
         "pretrained",
     },
     "programs": {
-        *("cli", "demo", "findings", "picture", "__main__", "testing"),
+        *("cli", "commands", "demo", "findings", "picture", "__main__", "testing"),
+        *("view", "page", "page_template", "cells"),
         *("testing_checkpoints", "testing_feeding", "testing_kernels", "testing_probes"),
     },
     "public": {"__init__"},

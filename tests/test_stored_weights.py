@@ -13,7 +13,7 @@ import dsv4.kernels.grouped_linear
 from dsv4 import Dsv4, Dsv4Config
 from dsv4.experts import Experts, Fp4Experts, Fp8Experts
 from dsv4.kernels.quantize import quantize_fp4, quantize_fp8
-from dsv4.linear import Fp8GroupedLinear, Fp8Linear, GroupedLinear, Linear
+from dsv4.linear import Fp8BlockDiagonalLinear, Fp8Linear, BlockDiagonalLinear, Linear
 from dsv4.pretrained import keep_stored
 from dsv4.testing import assert_close
 
@@ -46,7 +46,7 @@ def fill(module: nn.Module, **tensors: Tensor) -> None:
 
 def linear(scales: str, groups: int | None) -> Fp8Linear:
     out = 2 * INNER
-    made = Fp8Linear(WIDTH, out) if groups is None else Fp8GroupedLinear(WIDTH * 2, out // 2, 2)
+    made = Fp8Linear(WIDTH, out) if groups is None else Fp8BlockDiagonalLinear(WIDTH * 2, out // 2, 2)
     weight, scale = codes(torch.randn(out, WIDTH), "fp8", scales)
     fill(made, weight=weight, weight_scale_inv=scale)
     return made
@@ -104,7 +104,7 @@ def same_bits(module: nn.Module, other: dict[str, Tensor]) -> None:
 def test_bit_equal_to_the_dequantised_weight(kind, dtype):
     module = BUILT[kind]()
     dense = module.dequantized(dtype)
-    assert type(dense) in (Linear, GroupedLinear, Experts)
+    assert type(dense) in (Linear, BlockDiagonalLinear, Experts)
     assert all(p.requires_grad and p.dtype == dtype for p in dense.parameters())
     args = arguments(module, dtype)
     out, expected = module(*args), dense(*args)
