@@ -1,9 +1,12 @@
 """What watching costs: one forward of a random model, plain and with values captured or hooked.
 
-    python benchmarks/watching.py [--device cuda] [--dtype bfloat16] [--layers 12] [--hidden 1024] [--seq 1024]
+    python benchmarks/watching.py [--device cuda] [--dtype bfloat16] [--layers 12] [--hidden 1024]
+    [--seq 1024]
 
-Prints the fastest of `--repeats` interleaved rounds for each way, as a multiple of the plain run, and the bytes captured.
-The last line is JSON. `--bytes` prints what sets of values take on V4-Flash instead, from its config alone.
+Prints the fastest of `--repeats` interleaved rounds for each way, as a multiple of the plain run,
+and the bytes captured.
+The last line is JSON. `--bytes` prints what sets of values take on V4-Flash instead, from its
+config alone.
 """
 
 import argparse
@@ -19,7 +22,11 @@ from dsv4.config import CSA, HASH_MOE, HCA, MOE, SLIDING
 WAYS = {
     "the residual set": None,
     "every layer_output": "layers.*.layer_output",
-    "every mlp_output, expert_weights, expert_indices": ["**.mlp_output", "**.expert_weights", "**.expert_indices"],
+    "every mlp_output, expert_weights, expert_indices": [
+        "**.mlp_output",
+        "**.expert_weights",
+        "**.expert_indices",
+    ],
     "attention_probabilities of one CSA block": "layers.2.self_attn.attention_probabilities",
     "attention_probabilities of every block": "**.attention_probabilities",
     "attention_head_results of every block": "**.attention_head_results",
@@ -29,7 +36,9 @@ WAYS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--layers", type=int, default=6)
@@ -58,8 +67,15 @@ def main() -> None:
     for title, taken in best.items():
         names = WAYS.get(title, [])
         nbytes = model.estimate(names, 1, options.seq)["total"] if title in WAYS else 0
-        rows[title] = {"ms": round(1e3 * taken, 1), "times": round(taken / best["plain"], 2), "bytes": nbytes}
-        print(f"{title:<50} {1e3 * taken:>9.1f} ms  {taken / best['plain']:>5.2f} x  {nbytes / 2**20:>9.1f} MiB")
+        rows[title] = {
+            "ms": round(1e3 * taken, 1),
+            "times": round(taken / best["plain"], 2),
+            "bytes": nbytes,
+        }
+        print(
+            f"{title:<50} {1e3 * taken:>9.1f} ms  {taken / best['plain']:>5.2f} x  "
+            f"{nbytes / 2**20:>9.1f} MiB"
+        )
     print(json.dumps({"options": vars(options), "torch": torch.__version__, "rows": rows}))
 
 
@@ -99,7 +115,11 @@ def sizes() -> None:
     names = {
         **WAYS,
         "one layer_output": "layers.20.layer_output",
-        "layer_output, mlp_output and attention_output of every block": ["**.layer_output", "**.mlp_output", "**.attention_output"],
+        "layer_output, mlp_output and attention_output of every block": [
+            "**.layer_output",
+            "**.mlp_output",
+            "**.attention_output",
+        ],
     }
     for title, chosen in names.items():
         found = [model.estimate(chosen, 1, seq)["total"] for seq in (1024, 8192)]

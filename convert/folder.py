@@ -1,12 +1,13 @@
 """A folder that appears whole: written beside its target, synced to disk, then renamed.
 
 The target's name never shows half of it. Replacing an old folder takes two renames, with nothing
-under the name between them; the old one is removed last.
+under the name between them; the old one is removed last. What a killed run leaves beside the target
+is hidden (`.NAME.partial-...`, `.NAME.old-...`) and for the user to delete.
 """
 
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,13 +22,13 @@ class PartialFolder:
     path: Path
 
     def write(self, name: str, text: str) -> None:
-        with (self.path / name).open("wb") as stream:
+        with (self.path / name).open("xb") as stream:
             stream.write(text.encode())
             sync(stream)
 
     def copy(self, file: Path) -> None:
         """Copy a file under its own name."""
-        with file.open("rb") as source, (self.path / file.name).open("wb") as stream:
+        with file.open("rb") as source, (self.path / file.name).open("xb") as stream:
             shutil.copyfileobj(source, stream)
             sync(stream)
 
@@ -44,10 +45,9 @@ def new_folder(target: Path, *, overwrite: bool, marker: str) -> Iterator[Partia
     target = target.resolve()
     _refuse(target, overwrite, marker)
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+    partial = _beside(target, "partial")
+    partial.mkdir()
     try:
-        # mkdtemp gives nobody else access.
-        partial.chmod(0o777 & ~_umask())
         yield PartialFolder(partial)
         _sync_folder(partial)
         _refuse(target, overwrite, marker)
@@ -68,7 +68,7 @@ def _put_in_place(partial: Path, target: Path) -> None:
         partial.rename(target)
         _sync_folder(target.parent)
         return
-    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old-", dir=target.parent))
+    old = _beside(target, "old")
     target.rename(old)
     try:
         partial.rename(target)
@@ -77,6 +77,11 @@ def _put_in_place(partial: Path, target: Path) -> None:
         raise
     _sync_folder(target.parent)
     shutil.rmtree(old)
+
+
+def _beside(target: Path, what: str) -> Path:
+    """A hidden name of its own in the folder of the target, so that a rename is enough."""
+    return target.parent / f".{target.name}.{what}-{secrets.token_hex(4)}"
 
 
 def _refuse(target: Path, overwrite: bool, marker: str) -> None:
@@ -103,9 +108,3 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -195,8 +195,10 @@ def _format(piece: Piece, spec: Spec, name: str, problems: Problems) -> Format |
         found = "dense"
         allowed = INTEGER_DTYPES if spec.dtype is INT64 else tuple(FLOAT_DTYPES)
     if allowed and weight.dtype not in allowed:
+        codes = ("F8_E4M3", "I8") if spec.is_experts else ("F8_E4M3",)
+        expected = (*allowed, *(codes if names.can_be_scaled(name) else ()))
         problems.add(
-            "wrong dtype", f"{weight.name}: {weight.dtype}, expected one of {', '.join(allowed)}"
+            "wrong dtype", f"{weight.name}: {weight.dtype}, expected one of {', '.join(expected)}"
         )
         return None
     shape = part_shape(spec, piece.place)

@@ -285,7 +285,7 @@ def open_checkpoint(folder: str | Path, *, strict_config: bool = True) -> Checkp
     does not read, and what Dsv4Config.from_hf raises. Everything else that is wrong waits in
     `problems` for `check`.
     """
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     raw = _read_config(folder)
     shards, problems = read_shards(folder)
     stored = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}

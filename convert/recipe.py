@@ -59,7 +59,7 @@ def convert_checkpoint(
         raise ValueError(f"to is {to!r}; expected one of {', '.join(TARGETS)}")
     scheme, target = TARGETS[to]
     target = target if dtype is None else dtype
-    src, dst = Path(src), Path(dst)
+    src, dst = Path(src).expanduser(), Path(dst).expanduser()
     if dst.resolve() in src.resolve().parents:
         raise ValueError(f"{src} lies inside {dst}, which is to be replaced; pass another target")
     checkpoint = open_checkpoint(src, strict_config=strict_config).check()

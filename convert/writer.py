@@ -98,7 +98,7 @@ def write_parts(
         )
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; expected a positive number")
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     with new_folder(folder, overwrite=overwrite, marker=CONFIG_NAME) as partial:
         encoder = Encoder(config, scheme, dtype)
         shards = ShardWriter(

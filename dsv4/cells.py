@@ -1,6 +1,8 @@
-"""The tokens of one row as cells of a picture: what is drawn when a prompt has more tokens than a picture has room.
+"""The tokens of one row as cells of a picture: what is drawn when a prompt has more tokens than a
+picture has room.
 
-Cells are counted from the end, so that the last token is the last of its cell; the first cell may be smaller.
+Cells are counted from the end, so that the last token is the last of its cell; the first cell may
+be smaller.
 Axes: s token captured, t token, c cell.
 """
 
@@ -31,7 +33,9 @@ class Cells:
 
     @classmethod
     def of(cls, read: Reading, most: int, row: int = 0) -> "Cells":
-        """The real tokens of a row in at most `most` cells. ValueError where the row does not exist or holds no token."""
+        """The real tokens of a row in at most `most` cells. ValueError where the row does not exist
+        or holds no token.
+        """
         if not 0 <= row < len(read.positions):
             raise ValueError(f"row={row}: the cache holds {len(read.positions)} rows")
         columns = read.valid[row].nonzero().flatten()
@@ -76,7 +80,9 @@ class Cells:
         return value[self.row][self.last.to(value.device)]
 
     def pool(self, pattern: Tensor) -> Tensor:
-        """[... s t] of this row -> [... c c] float32: summed over a cell's keys, the mean over its queries."""
+        """[... s t] of this row -> [... c c] float32: summed over a cell's keys, the mean over its
+        queries.
+        """
         columns = self.columns.to(pattern.device)
         pattern = pattern.float()[..., columns, :][..., columns]
         if self.width == 1:
@@ -87,7 +93,9 @@ class Cells:
 
 
 def words_of(read: Reading, row: int, columns: Tensor) -> list[str]:
-    """The tokens, where the cache holds input_ids and its model has a tokenizer; else ids, else positions."""
+    """The tokens, where the cache holds input_ids and its model has a tokenizer; else ids, else
+    positions.
+    """
     if "input_ids" not in read:
         return [str(p) for p in read.positions[row, columns].tolist()]
     ids = read["input_ids"][row, columns.to(read["input_ids"].device)].tolist()
@@ -111,8 +119,11 @@ def printable(word: str) -> str:
 
 
 @torch.no_grad()
-def lens_top(cache: ActivationCache, columns: Tensor, k: int, row: int = 0) -> tuple[Tensor, Tensor, list[int]]:
-    """(probabilities, ids) [layers c k] of the best tokens that each layer's output reads as, and the layers.
+def lens_top(
+    cache: ActivationCache, columns: Tensor, k: int, row: int = 0
+) -> tuple[Tensor, Tensor, list[int]]:
+    """(probabilities, ids) [layers c k] of the best tokens that each layer's output reads as, and
+    the layers.
 
     The readout is "head", as in model.logit_lens; one layer's logits are held at a time.
     """
@@ -121,14 +132,24 @@ def lens_top(cache: ActivationCache, columns: Tensor, k: int, row: int = 0) -> t
     streams = held if list(held) == read.layers else cache.residual.streams("layer_output")
     best = []
     for value in streams.values():
-        value = value if read.has_rows else value.reshape(1, *read.positions.shape[1:], *value.shape[-2:])
+        value = (
+            value
+            if read.has_rows
+            else value.reshape(1, *read.positions.shape[1:], *value.shape[-2:])
+        )
         logits = read.model.project_on_vocab(value[row][columns.to(value.device)], readout="head")
         best.append(logits.softmax(-1).topk(min(k, logits.shape[-1])))
-    return torch.stack([x.values for x in best]).cpu(), torch.stack([x.indices for x in best]).cpu(), list(streams)
+    return (
+        torch.stack([x.values for x in best]).cpu(),
+        torch.stack([x.indices for x in best]).cpu(),
+        list(streams),
+    )
 
 
 def names_of(model, leaves, layers=None) -> list[str]:
-    """Full names of the values with these last parts; of these layers only, values of the model in any case."""
+    """Full names of the values with these last parts; of these layers only, values of the model in
+    any case.
+    """
     found = []
     for name, point in model.hook_dict.items():
         is_wanted = layers is None or point.layer is None or point.layer in layers

@@ -1,6 +1,7 @@
 """The commands that look at one prompt: dsv4 lens, attribute, route, cache, compare, view.
 
-Each makes one result, a dict of plain numbers and words; --json prints it, else it is told in lines.
+Each makes one result, a dict of plain numbers and words; --json prints it, else it is told in
+lines.
 """
 
 import argparse
@@ -50,8 +51,8 @@ def run_lens(arguments: argparse.Namespace) -> None:
 
     def told() -> list[str]:
         lines = [
-            f'every layer_output read as the token after {words[position]!r} (position {position}), '
-            f'readout "{arguments.readout}"'
+            f"every layer_output read as the token after {words[position]!r} (position {position})"
+            f', readout "{arguments.readout}"'
         ]
         for row in layers:
             is_each = arguments.readout == "each"
@@ -133,8 +134,9 @@ def run_route(arguments: argparse.Namespace) -> None:
     def told() -> list[str]:
         most = math.log(model.num_experts)
         lines = [
-            f"{len(words)} tokens, {model.top_k} of {model.num_experts} experts each; entropy of the "
-            f"load in nats (even: {most:.2f}); margin: last chosen score minus first left out, mean",
+            f"{len(words)} tokens, {model.top_k} of {model.num_experts} experts each; entropy of "
+            f"the load in nats (even: {most:.2f}); margin: last chosen score minus first left "
+            "out, mean",
             f"block  router  entropy  margin  experts of {words[position]!r} (position {position})"
             "; of the prompt, by load",
         ]
@@ -161,7 +163,9 @@ def run_route(arguments: argparse.Namespace) -> None:
 
 def run_cache(arguments: argparse.Namespace) -> None:
     if Path(arguments.out).exists():
-        raise FileExistsError(f"--out {arguments.out} exists; saved activations are not overwritten")
+        raise FileExistsError(
+            f"--out {arguments.out} exists; saved activations are not overwritten"
+        )
     check_folder(arguments.out)
     model, ids = opened(arguments)
     options = {"pos": arguments.pos, "to": arguments.out}

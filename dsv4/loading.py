@@ -88,6 +88,22 @@ class Loading:
 
         return pretrained.from_transformers(cls, hf_model)
 
+    kernels = "auto"
+
+    def use_kernels(self, kernels: str) -> Self:
+        """Choose what computes the fused ways: "auto" (again after each move or cast), "torch", "triton".
+
+        ValueError when "triton" cannot run on this device or in this dtype, with the reason.
+        """
+        from dsv4 import pretrained
+
+        pretrained.use_kernels(self, kernels, self.device, self.dtype)
+        return self
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        return self.use_kernels("auto") if self.kernels == "auto" else self
+
     def compare(self, hf_model, input, **run):
         """Error of every value that a transformers model of the same weights shows as well: a printable Table."""
         from dsv4 import pretrained

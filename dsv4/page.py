@@ -1,6 +1,7 @@
 """One run as one HTML file, with a slider over blocks: no server, no network, nothing beside it.
 
-The numbers stand in the file as JSON; patterns are int16 of 1/SCALE, base64. What is drawn from them: dsv4/page_template.py.
+The numbers stand in the file as JSON; patterns are int16 of 1/SCALE, base64. What is drawn from
+them: dsv4/page_template.py.
 Axes: c cell (a token, or several of a long prompt), N head, k slot.
 """
 
@@ -34,7 +35,9 @@ SCALE = 16384
 
 
 def page_names(model) -> list[str]:
-    """The values to capture for `page`. They hold dense patterns of every block: see `model.estimate`."""
+    """The values to capture for `page`. They hold dense patterns of every block: see
+    `model.estimate`.
+    """
     return names_of(model, LEAVES)
 
 
@@ -42,19 +45,26 @@ def page(cache: ActivationCache, path: str | Path, row: int = 0) -> dict[str, An
     """Write the file, over one that is there.
 
     Args:
-        cache: of `model.run_with_cache(ids, view.page_names(model))`; every token of the row in one call.
+        cache: of `model.run_with_cache(ids, view.page_names(model))`; every token of the row in one
+        call.
         row: the row shown.
     Returns:
         {"tokens": ..., "cells": ..., "blocks": ..., "heads": heads drawn}.
     Raises:
-        ValueError: a value is missing (its name is said), a hook edited what the sums need, or row does not exist.
+        ValueError: a value is missing (its name is said), a hook edited what the sums need, or row
+        does not exist.
     """
     data = page_data(cache, row)
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     # Inside a script element only a tag could end it early.
     text = text.replace("<", "\\u003c")
     Path(path).write_text(PAGE.replace("@DATA@", text), encoding="utf-8")
-    return {"tokens": data["tokens"], "cells": len(data["words"]), "blocks": len(data["blocks"]), "heads": data["heads"]}
+    return {
+        "tokens": data["tokens"],
+        "cells": len(data["words"]),
+        "blocks": len(data["blocks"]),
+        "heads": data["heads"],
+    }
 
 
 @torch.no_grad()
@@ -62,7 +72,10 @@ def page_data(cache: ActivationCache, row: int = 0) -> dict[str, Any]:
     """What the page shows, as plain numbers and words."""
     read = Reading(cache)
     if not (read.has_rows and read.has_tokens):
-        raise ValueError("the page needs a cache with its batch and token axes: run without pos=, and before remove_batch_dim()")
+        raise ValueError(
+            "the page needs a cache with its batch and token axes: run without pos=, and before "
+            "remove_batch_dim()"
+        )
     read.require(["input_ids"], "page")
     model, cells = read.model, Cells.of(read, MAX_CELLS, row)
     answers = model.lm_head(cells.at(read["final_norm_output"])).softmax(-1).max(-1)
@@ -70,7 +83,9 @@ def page_data(cache: ActivationCache, row: int = 0) -> dict[str, Any]:
     ids[row, cells.last] = answers.indices.cpu()
     whole = cache.residual.logit_attribution(ids)
     split = cache.residual.logit_attribution(ids, unit="head")
-    heads = min(model.num_heads, max(MAX_PATTERN_BYTES // (2 * len(cells) ** 2 * len(read.layers)) - 1, 0))
+    heads = min(
+        model.num_heads, max(MAX_PATTERN_BYTES // (2 * len(cells) ** 2 * len(read.layers)) - 1, 0)
+    )
     best, tokens, _ = lens_top(cache, cells.last, NUM_BEST, row)
     return {
         "words": [printable(word) for word in cells.labels],
@@ -78,32 +93,51 @@ def page_data(cache: ActivationCache, row: int = 0) -> dict[str, Any]:
         "positions": [cells.positions[end - 1] for end in cells.ends],
         "tokens": len(cells.words),
         "note": cells.note,
-        "answers": [[printable(w), number(p)] for w, p in zip(spell(model, answers.indices.tolist()), answers.values, strict=True)],
+        "answers": [
+            [printable(w), number(p)]
+            for w, p in zip(spell(model, answers.indices.tolist()), answers.values, strict=True)
+        ],
         "streams": model.streams,
         "heads": heads,
         "allHeads": model.num_heads,
         "experts": model.num_experts,
-        "model": f"{model.num_layers} blocks, {model.streams} streams of {model.hidden_size}, {model.num_heads} heads, "
-        f"{model.num_experts} experts ({model.top_k} per token)",
+        "model": f"{model.num_layers} blocks, {model.streams} streams of {model.hidden_size}, "
+        f"{model.num_heads} heads, {model.num_experts} experts ({model.top_k} per token)",
         "scale": SCALE,
         "blocks": [block_data(read, cells, i, heads, split) for i in read.layers],
         "lens": [
-            [[[printable(w), number(p)] for w, p in zip(spell(model, t.tolist()), b, strict=True)] for t, b in zip(*layer, strict=True)]
+            [
+                [
+                    [printable(w), number(p)]
+                    for w, p in zip(spell(model, t.tolist()), b, strict=True)
+                ]
+                for t, b in zip(*layer, strict=True)
+            ]
             for layer in zip(tokens, best, strict=True)
         ],
         "attribution": {
-            "labels": [" ".join(map(str, x)) if isinstance(x[0], str) else f"{x[0]} {x[1]}" for x in whole.labels],
-            "blocks": [read.layers.index(x[0]) if x[0] in read.layers else -1 for x in whole.labels],
+            "labels": [
+                " ".join(map(str, x)) if isinstance(x[0], str) else f"{x[0]} {x[1]}"
+                for x in whole.labels
+            ],
+            "blocks": [
+                read.layers.index(x[0]) if x[0] in read.layers else -1 for x in whole.labels
+            ],
             "values": numbers(whole.values[:, row][:, cells.last]),
             "total": numbers(whole.total[row, cells.last]),
         },
     }
 
 
-def block_data(read: Reading, cells: Cells, layer: int, heads: int, split: Attribution) -> dict[str, Any]:
+def block_data(
+    read: Reading, cells: Cells, layer: int, heads: int, split: Attribution
+) -> dict[str, Any]:
     model = read.model
     mixing = {
-        site: {part: numbers(cells.at(read.of(f"{site}_{part}", layer))) for part in ("pre", "post", "comb")}
+        site: {
+            part: numbers(cells.at(read.of(f"{site}_{part}", layer)))
+            for part in ("pre", "post", "comb")
+        }
         | {"norm": numbers(cells.at(read.of(f"{site}_output", layer)).float().norm(dim=-1))}
         for site in SITES
     }
@@ -114,7 +148,11 @@ def block_data(read: Reading, cells: Cells, layer: int, heads: int, split: Attri
     scoring = model.layers[layer].mlp.scoring
     margins = read.cache.moe.router_margin(layer)[layer] if scoring != "hash" else None
     weights, order = cells.at(read.of("expert_weights", layer)).sort(-1, descending=True)
-    own = [i for i, label in enumerate(split.labels) if len(label) == 3 and label[:2] == (layer, "attention") and label[2] != "rest"]
+    own = [
+        i
+        for i, label in enumerate(split.labels)
+        if len(label) == 3 and label[:2] == (layer, "attention") and label[2] != "rest"
+    ]
     return {
         "layer": layer,
         "kind": {CSA: "CSA", HCA: "HCA"}.get(model.layer_types[layer], "sliding"),
@@ -131,9 +169,11 @@ def block_data(read: Reading, cells: Cells, layer: int, heads: int, split: Attri
 
 
 def entries_data(read: Reading, cells: Cells, layer: int) -> list[dict[str, Any]] | None:
-    """For each cell's last token: how many entries it could see and kept, and the most attended of those, as words.
+    """For each cell's last token: how many entries it could see and kept, and the most attended of
+    those, as words.
 
-    listed: [entry, words of its own window, indexer score or null, attention on it, mean over heads].
+    listed: [entry, words of its own window, indexer score or null, attention on it, mean over
+    heads].
     """
     rate = read.model.config.rate(layer)
     if rate is None:
@@ -149,7 +189,12 @@ def entries_data(read: Reading, cells: Cells, layer: int) -> list[dict[str, Any]
         seen = mass[c, kept]
         best = topk_lowest(seen, min(len(kept), MAX_ENTRIES))[1].tolist() if kept else []
         listed = [
-            [kept[i], entry_words(cells, kept[i], rate), None if scores is None else number(scores[c, kept[i]]), number(seen[i])]
+            [
+                kept[i],
+                entry_words(cells, kept[i], rate),
+                None if scores is None else number(scores[c, kept[i]]),
+                number(seen[i]),
+            ]
             for i in best
         ]
         found.append({"closed": closed, "kept": len(kept), "listed": listed})
@@ -158,8 +203,9 @@ def entries_data(read: Reading, cells: Cells, layer: int) -> list[dict[str, Any]
 
 def entry_words(cells: Cells, entry: int, rate: int) -> str:
     """The words of an entry's own window."""
-    place = {p: i for i, p in enumerate(range(cells.positions[0], cells.positions[-1] + 1))}
-    words = [printable(cells.words[place[p]]) for p in range(entry * rate, (entry + 1) * rate) if p in place]
+    start = max(entry * rate - cells.positions[0], 0)
+    end = max((entry + 1) * rate - cells.positions[0], 0)
+    words = [printable(word) for word in cells.words[start:end]]
     if len(words) > MAX_ENTRY_WORDS:
         half = MAX_ENTRY_WORDS // 2
         words = [*words[:half], "...", *words[-half:]]

@@ -3,6 +3,7 @@
 SVG is written as markup, so that no namespace address is needed; the policy in the head forbids the page to load anything.
 """
 
+# ruff: noqa: E501
 HEAD = """<!DOCTYPE html>
 <html lang="en">
 <head>

@@ -81,12 +81,13 @@ def use_kernels(model, kernels: str, device: str | torch.device | None, dtype: t
             refuses = partial(grouped_experts.refusal, form=module.form)
         else:
             continue
-        reason = None if kernels == "torch" else refuses("triton", device, dtype)
+        # On the CPU it could only be the interpreter, which is for tests: "auto" does not ask there.
+        asks = kernels == "triton" or (kernels == "auto" and device.type == "cuda")
+        reason = refuses("triton", device, dtype) if asks else None
         if kernels == "triton" and reason is not None:
             raise _cannot_run(reason)
-        # On the CPU it could only be the interpreter, which is for tests.
-        suits = reason is None and device.type == "cuda"
-        module.backend = ("triton" if suits else "torch") if kernels == "auto" else kernels
+        module.backend = "triton" if asks and reason is None else "torch"
+    model.kernels = kernels
 
 
 def _kernels_run(kernels: str, device: str | torch.device | None) -> None:

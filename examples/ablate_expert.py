@@ -40,7 +40,10 @@ for expert in range(model.num_experts):
 # Over tasks, by block: what is left of the right answers' probability without each expert.
 tasks = {
     "sum": [("3 1 makes", "4"), ("0 2 makes", "2"), ("4 4 makes", "8"), ("2 3 makes", "5")],
-    "recall": [("tom has cup . ana has map . whose cup ?", "tom"), ("ben has key . whose key ?", "ben")],
+    "recall": [
+        ("tom has cup . ana has map . whose cup ?", "tom"),
+        ("ben has key . whose key ?", "ben"),
+    ],
     "copy": [("say ba ko ti again ba", "ko"), ("say no me lu again no me", "lu")],
 }
 for task, questions in tasks.items():

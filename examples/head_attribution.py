@@ -24,7 +24,8 @@ names = [
     *("**.compressor_gates", "**.attention_norm_output"),
 ]
 logits, cache = model.run_with_cache(prompt, names)
-difference = logits[0, -1, model.to_single_token("tom")] - logits[0, -1, model.to_single_token("ben")]
+tom, ben = model.to_single_token("tom"), model.to_single_token("ben")
+difference = logits[0, -1, tom] - logits[0, -1, ben]
 
 whole = cache.residual.logit_attribution("tom", against="ben")
 print(f"tom - ben: {difference:.4f}; the terms sum to {whole.values[:, 0, -1].sum():.4f}")
@@ -39,8 +40,8 @@ print("weight of block 2's attention in the logits:", f"{gamma[1 + 2 * 2]:.2f}")
 
 # What the block's attention wrote towards the answer, by the token it came from. The direction is
 # that of the logit difference, carried back through the final norm and the streams.
-rows = model.lm_head.weight[[model.to_single_token("tom"), model.to_single_token("ben")]]
-direction = (rows[0] - rows[1]) * model.norm.weight * whole.scale[0, -1] * gamma[1 + 2 * 2]
+rows = model.lm_head.weight
+direction = (rows[tom] - rows[ben]) * model.norm.weight * whole.scale[0, -1] * gamma[1 + 2 * 2]
 paths = cache.attention.value_paths(direction, layers=2, by="token")[2][0, :, -1]  # [head, token]
 for place in paths.sum(0).topk(3).indices.tolist():
     by_head = " ".join(f"{x:6.2f}" for x in paths[:, place].tolist())

@@ -16,8 +16,21 @@ torch.set_grad_enabled(False)
 model = Dsv4.from_pretrained(checkpoint_folder())
 layers = [i for i, kind in enumerate(model.layer_types) if kind == CSA]
 draw = random.Random(0)
-people = "mira tom ana ben lia sam eva max ida leo zoe kai".split()
-things = "key cup map lamp book rope coin drum kite ring vase bell".split()
+people = ["mira", "tom", "ana", "ben", "lia", "sam", "eva", "max", "ida", "leo", "zoe", "kai"]
+things = [
+    "key",
+    "cup",
+    "map",
+    "lamp",
+    "book",
+    "rope",
+    "coin",
+    "drum",
+    "kite",
+    "ring",
+    "vase",
+    "bell",
+]
 documents = []
 for _ in range(12):
     draw.shuffle(people)
@@ -45,9 +58,10 @@ for layer in layers:
     scores = cache[f"{at}.indexer_scores"]  # [b, entries]
     own = scores.gather(1, entries.unsqueeze(-1))
     rank = (scores > own).sum(-1)
-    print(f"block {layer}: keeps the fact's entry in {int(kept.sum())}, its rank is {rank.tolist()}")
+    print(f"block {layer}: keeps the fact's entry in {int(kept.sum())}, ranks {rank.tolist()}")
     # Which of the indexer's heads like it? Their scores are summed with these weights.
-    weighted = cache[f"{at}.indexer_head_scores"] * cache[f"{at}.indexer_head_weights"].unsqueeze(-1)
+    weights = cache[f"{at}.indexer_head_weights"].unsqueeze(-1)
+    weighted = cache[f"{at}.indexer_head_scores"] * weights
     shares = weighted.gather(-1, entries[:, None, None].expand(-1, weighted.shape[1], 1)).mean(0)
     print("         its score by head, mean:", " ".join(f"{x:.2f}" for x in shares.flatten()))
 

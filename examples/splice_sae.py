@@ -16,8 +16,8 @@ torch.manual_seed(0)
 model = Dsv4.from_pretrained(checkpoint_folder(), dtype=torch.float32)
 name = "layers.2.self_attn.attention_output"
 draw = random.Random(0)
-people = "mira tom ana ben lia sam eva max".split()
-things = "key cup map lamp book rope coin drum".split()
+people = ["mira", "tom", "ana", "ben", "lia", "sam", "eva", "max"]
+things = ["key", "cup", "map", "lamp", "book", "rope", "coin", "drum"]
 
 
 def document():

@@ -209,7 +209,7 @@ def fused_experts(
     _check(x, indices, weights, valid, bank)
     reason = refusal("triton", x.device, x.dtype, bank.form)
     if reason is not None:
-        raise ValueError(f'backend="triton": {reason}; use backend="torch"')
+        raise ValueError(f'backend="triton": {reason}; use backend="torch" (of a model: model.use_kernels("torch"))')
     from dsv4.kernels import _grouped_experts_triton as device_code
 
     x, indices, weights, first, second = (t.contiguous() for t in (x, indices, weights, first, second))

@@ -135,7 +135,7 @@ def sparse_attention(
     if backend != "torch":
         reason = refusal(backend, queries.device, queries.dtype, width)
         if reason is not None:
-            raise ValueError(f'backend="{backend}": {reason}; use backend="torch"')
+            raise ValueError(f'backend="{backend}": {reason}; use backend="torch" (of a model: model.use_kernels("torch"))')
         selection = None if entries is None else selection
         places = (reach.query_positions, reach.token_positions, reach.window, reach.gap, reach.rate)
         return fused_sparse_attention(queries, tokens, entries, sinks, selection, *places, scale)[0]

@@ -42,7 +42,12 @@ def _gradients_stay_on():
     "arguments",
     [
         *([], ["nonsense"], ["convert", "one"], ["support", "--layer", "x"]),
-        *(["cache"], ["lens", "--readout", "x"], ["lens", "--top", "0"], ["view", "--picture", "x"]),
+        *(
+            ["cache"],
+            ["lens", "--readout", "x"],
+            ["lens", "--top", "0"],
+            ["view", "--picture", "x"],
+        ),
         ["attribute", "--unit", "x"],
     ],
 )
@@ -209,9 +214,9 @@ def shipped():
 
 def test_choices_are_those_of_the_library():
     assert cli.READOUTS == READOUTS
-    assert cli.UNITS == tuple(UNIT_VALUES)
+    assert tuple(UNIT_VALUES) == cli.UNITS
     assert {"sublayer", *(unit for units in UNITS.values() for unit in units)} == set(cli.UNITS)
-    assert cli.PICTURES == tuple(view.PICTURES)
+    assert tuple(view.PICTURES) == cli.PICTURES
 
 
 @pytest.mark.parametrize("readout", cli.READOUTS)

@@ -213,6 +213,15 @@ def test_extra_files_are_copied(tmp_path):
     assert (folder / "tokenizer.json").read_text() == "{}"
 
 
+def test_extra_files_cannot_replace_the_checkpoint(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(FileExistsError):
+        write_checkpoint(
+            random_state(), CONFIG, tmp_path / "new", extra_files=[tmp_path / "config.json"]
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
 # What is refused; nothing is left under the target's name or beside it.
 
 

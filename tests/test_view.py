@@ -70,7 +70,9 @@ class Parsed(HTMLParser):
         if "id" in found:
             assert found["id"] not in self.ids
             self.ids.add(found["id"])
-        self.references += [found[key] for key in ("src", "href", "srcset", "action") if key in found]
+        self.references += [
+            found[key] for key in ("src", "href", "srcset", "action") if key in found
+        ]
         self.scripts += tag == "script"
         if tag not in VOID:
             self.open.append((tag, found.get("id")))
@@ -182,13 +184,16 @@ def test_page_says_what_is_missing(model, cache, tmp_path):
     with torch.no_grad():
         _, few = model.run_with_cache(PROMPT)
         _, last = model.run_with_cache(PROMPT, view.page_names(model), pos=-1)
-    with pytest.raises(ValueError, match="page needs .* capture names=.*input_ids"):
+    with pytest.raises(ValueError, match=r"page needs .* capture names=.*input_ids"):
         view.page(few, tmp_path / "run.html")
     with pytest.raises(ValueError, match="without pos="):
         view.page(last, tmp_path / "run.html")
     with pytest.raises(ValueError, match="row=1: the cache holds 1 rows"):
         view.page(cache, tmp_path / "run.html", row=1)
-    for left in ("layers.2.self_attn.attention_premix", "layers.3.self_attn.compressor.compressor_gates"):
+    for left in (
+        "layers.2.self_attn.attention_premix",
+        "layers.3.self_attn.compressor.compressor_gates",
+    ):
         others = [name for name in view.page_names(model) if name != left]
         with torch.no_grad():
             _, less = model.run_with_cache(PROMPT, others)
@@ -232,9 +237,10 @@ def test_page_in_a_browser(cache, tmp_path):
       const slider = document.getElementById('block');
       slider.value = 5; slider.dispatchEvent(new Event('input'));
       const canvas = document.getElementById('pattern'), at = canvas.getBoundingClientRect();
-      canvas.dispatchEvent(new MouseEvent('mousemove', { clientX: at.left + 70, clientY: at.top + 2 }));
+      const over = (x, y) => new MouseEvent('mousemove', { clientX: x, clientY: y, bubbles: true });
+      canvas.dispatchEvent(over(at.left + 70, at.top + 2));
       document.body.setAttribute('data-hover', document.getElementById('tip').textContent);
-      document.querySelector('path[data-t]').dispatchEvent(new MouseEvent('mousemove', { bubbles: true }));
+      document.querySelector('path[data-t]').dispatchEvent(over(0, 0));
       document.body.setAttribute('data-stream', document.getElementById('tip').textContent);
       document.querySelectorAll('.word')[3].click();
     </script></body>"""
@@ -277,7 +283,12 @@ def test_long_prompts_are_drawn_in_cells_and_say_so(model, monkeypatch, tmp_path
         monkeypatch.setattr(f"dsv4.{module}.MAX_CELLS", 8)
     with torch.no_grad():
         _, cache = model.run_with_cache(PROMPT, view.page_names(model))
-    assert view.page(cache, tmp_path / "run.html") == {"tokens": 23, "cells": 8, "blocks": 6, "heads": 4}
+    assert view.page(cache, tmp_path / "run.html") == {
+        "tokens": 23,
+        "cells": 8,
+        "blocks": 6,
+        "heads": 4,
+    }
     data = page_data(cache)
     assert data["note"] == "23 tokens, 3 to a cell"
     assert data["texts"][-2:] == ["shows sun .", "whose cup ?"]
@@ -302,7 +313,7 @@ def test_importing_view_imports_no_matplotlib():
 def test_without_matplotlib(cache, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for name in view.PICTURES:
-        with pytest.raises(ValueError, match="matplotlib is not installed.*extra `demo`"):
+        with pytest.raises(ValueError, match=r"matplotlib is not installed.*extra `demo`"):
             view.picture(name, cache)
 
 
@@ -312,7 +323,9 @@ def test_every_picture_is_drawn(name, which, request, tmp_path):
     pytest.importorskip("matplotlib", reason="the figures need matplotlib")
     cache = request.getfixturevalue(which)
     with torch.no_grad():
-        _, own = cache.model.run_with_cache(cache["input_ids"][:1], view.picture_names(cache.model, name))
+        _, own = cache.model.run_with_cache(
+            cache["input_ids"][:1], view.picture_names(cache.model, name)
+        )
     for source in (cache, own):
         view.picture(name, source).savefig(tmp_path / f"{name}.png", dpi=40)
     assert (tmp_path / f"{name}.png").stat().st_size > 2000
@@ -333,7 +346,9 @@ def test_figures_show_the_values(model, cache):
     panels = view.stream_mixing(cache, layer=1, pos=4).axes
     assert torch.allclose(shown(panels[1]), cache["layers.1.attention_comb"][0, 4])
     assert torch.allclose(shown(panels[5]).flatten(), cache["layers.1.mlp_post"][0, 4])
-    pre = torch.stack([cache[f"layers.{i}.{s}_pre"][0, -1] for i in range(6) for s in ("attention", "mlp")])
+    pre = torch.stack(
+        [cache[f"layers.{i}.{s}_pre"][0, -1] for i in range(6) for s in ("attention", "mlp")]
+    )
     assert torch.allclose(shown(view.stream_mixing(cache).axes[0]), pre.T)
     words = [text.get_text() for text in view.lens_table(cache, pos=-1, k=3).axes[0].texts]
     assert len(words) == 18
