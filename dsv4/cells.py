@@ -38,7 +38,7 @@ class Cells:
         """
         if not 0 <= row < len(read.positions):
             raise ValueError(f"row={row}: the cache holds {len(read.positions)} rows")
-        columns = read.valid[row].nonzero().flatten()
+        columns = read.valid[row].nonzero().flatten().cpu()
         tokens = len(columns)
         if not tokens:
             raise ValueError(f"row {row} of the cache holds no real token")

@@ -117,7 +117,7 @@ def page_data(cache: ActivationCache, row: int = 0) -> dict[str, Any]:
         ],
         "attribution": {
             "labels": [
-                " ".join(map(str, x)) if isinstance(x[0], str) else f"{x[0]} {x[1]}"
+                " ".join(map(str, x)) if isinstance(x[0], str) else f"block {x[0]} {x[1]}"
                 for x in whole.labels
             ],
             "blocks": [
