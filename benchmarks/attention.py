@@ -192,9 +192,7 @@ def main() -> int:
     flops, bandwidth = roofline()
     device = torch.cuda.get_device_name()
     print(f"{device}: product {flops / 1e12:.0f} TFLOP/s, copy {bandwidth / 1e9:.0f} GB/s")
-    print(
-        f"{'shape':36s} {'us':>10s} {'TFLOP/s':>8s} {'GB/s':>6s} {'roofline':>8s} {'torch us':>10s}"
-    )
+    print(f"{'shape':36s} {'us':>10s} {'TFLOP/s':>8s} {'GB/s':>6s} {'roofline':>8s} {'torch us':>10s}")
     times = []
     for shape in shapes():
         if only not in shape.name:

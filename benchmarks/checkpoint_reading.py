@@ -64,10 +64,7 @@ def with_safetensors(checkpoint: Checkpoint) -> list[Tensor]:
 
 
 def bare_loop(checkpoint: Checkpoint, dtype: torch.dtype) -> list[Tensor]:
-    files = {
-        shard.file: safe_open(checkpoint.folder / shard.file, framework="pt")
-        for shard in checkpoint.shards
-    }
+    files = {shard.file: safe_open(checkpoint.folder / shard.file, framework="pt") for shard in checkpoint.shards}
     decoders = {"fp4": dequantize_fp4, "fp8": dequantize_fp8}
     out = []
     for source in checkpoint.sources.values():
@@ -115,10 +112,7 @@ def in_a_process(name: str, folder: Path, dtype: str) -> tuple[float, float]:
 
 
 def compare(theirs: str, ours: str, folder: Path, dtype: str, rounds: int) -> dict[str, float]:
-    pairs = [
-        (in_a_process(theirs, folder, dtype), in_a_process(ours, folder, dtype))
-        for _ in range(rounds)
-    ]
+    pairs = [(in_a_process(theirs, folder, dtype), in_a_process(ours, folder, dtype)) for _ in range(rounds)]
     return {
         "theirs_s": round(statistics.median(their[0] for their, _ in pairs), 3),
         "ours_s": round(statistics.median(our[0] for _, our in pairs), 3),
@@ -128,9 +122,7 @@ def compare(theirs: str, ours: str, folder: Path, dtype: str, rounds: int) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=0.6, help="size of each checkpoint")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", help="where to write; default: a temporary folder")

@@ -91,9 +91,7 @@ def draw_bank(model: Model, form: str, device: str, dtype: torch.dtype) -> Store
         grid = fp4_scale_shape(shape) if form == "fp4" else fp8_scale_shape(shape, parts)
         scale = torch.randint(*SCALE_BYTES, grid, device=device, dtype=torch.uint8)
         # 0x00 to 0x7E: no code of a NaN.
-        stored = torch.randint(
-            0, 256 if form == "fp4" else 0x40, shape, device=device, dtype=torch.uint8
-        )
+        stored = torch.randint(0, 256 if form == "fp4" else 0x40, shape, device=device, dtype=torch.uint8)
         kind = torch.int8 if form == "fp4" else torch.float8_e4m3fn
         return stored.view(kind), scale.view(torch.float8_e8m0fnu)
 
@@ -157,9 +155,7 @@ def on_device(only: str) -> list[Timed]:
                 for routing in ROUTINGS:
                     name = f"{model.name} {form} {routing} {tokens}"
                     if only in name:
-                        rows += measure(
-                            name, model, form, bank, tokens, routing, flops_limit, bandwidth
-                        )
+                        rows += measure(name, model, form, bank, tokens, routing, flops_limit, bandwidth)
             del bank
             torch.cuda.empty_cache()
     return rows
@@ -237,9 +233,7 @@ def on_cpu(only: str) -> list[dict]:
                 times[way].append(time.perf_counter() - start)
         medians = {way: 1e3 * statistics.median(found) for way, found in times.items()}
         best = min(ms for way, ms in medians.items() if way != "ours")
-        rows.append(
-            {"name": name, "ms": medians, "best_of_theirs_over_ours": best / medians["ours"]}
-        )
+        rows.append({"name": name, "ms": medians, "best_of_theirs_over_ours": best / medians["ours"]})
         shown = "  ".join(f"{way} {ms:.2f} ms" for way, ms in medians.items())
         print(f"{name:28s} {shown}  best of theirs / ours {best / medians['ours']:.2f}", flush=True)
     return rows

@@ -36,9 +36,7 @@ WAYS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--layers", type=int, default=6)
@@ -72,10 +70,7 @@ def main() -> None:
             "times": round(taken / best["plain"], 2),
             "bytes": nbytes,
         }
-        print(
-            f"{title:<50} {1e3 * taken:>9.1f} ms  {taken / best['plain']:>5.2f} x  "
-            f"{nbytes / 2**20:>9.1f} MiB"
-        )
+        print(f"{title:<50} {1e3 * taken:>9.1f} ms  {taken / best['plain']:>5.2f} x  {nbytes / 2**20:>9.1f} MiB")
     print(json.dumps({"options": vars(options), "torch": torch.__version__, "rows": rows}))
 
 

@@ -54,9 +54,7 @@ def pair_scales(tensors: Iterable[tuple[Place, Tensor]]) -> Iterator[Part]:
     lonely = [f"{place.name} has no scale" for place in codes]
     lonely += [f"{names.scale_of(place.name)} belongs to no codes" for place in scales]
     if lonely:
-        raise ValueError(
-            f"codes and scales do not pair up ({len(lonely)}): {'; '.join(lonely[:10])}"
-        )
+        raise ValueError(f"codes and scales do not pair up ({len(lonely)}): {'; '.join(lonely[:10])}")
 
 
 class Encoder:
@@ -67,9 +65,7 @@ class Encoder:
         self._scheme: Scheme = scheme
         self._dtype = dtype
         self._specs = layout(config)
-        self._left = {
-            place for name, spec in self._specs.items() for place in places(scheme, name, spec)
-        }
+        self._left = {place for name, spec in self._specs.items() for place in places(scheme, name, spec)}
         self._formats: dict[str, Format] = {}
         self._plain_dtypes: set[torch.dtype] = set()
 
@@ -92,9 +88,7 @@ class Encoder:
         """
         for place, weight, scale in self._cut(parts):
             if place not in self._left:
-                raise ValueError(
-                    f"{place.name} {_which(place)}is given twice or is no part of this model"
-                )
+                raise ValueError(f"{place.name} {_which(place)}is given twice or is no part of this model")
             self._left.remove(place)
             spec = self._specs[place.name]
             self._check(place, spec, weight, scale)
@@ -103,38 +97,24 @@ class Encoder:
             assert file_name is not None
             named = [(file_name, weight)]
             if scale is not None:
-                scale_name = names.from_place(
-                    self._scheme, dataclasses.replace(place, name=names.scale_of(place.name))
-                )
+                scale_name = names.from_place(self._scheme, dataclasses.replace(place, name=names.scale_of(place.name)))
                 assert scale_name is not None
                 named.append((scale_name, scale))
             yield place, named
         if self._left:
             missing = sorted({place.name for place in self._left})
-            raise ValueError(
-                f"{len(missing)} tensors of the model are missing: {', '.join(missing[:10])}"
-            )
+            raise ValueError(f"{len(missing)} tensors of the model are missing: {', '.join(missing[:10])}")
 
     def final_config(self) -> Dsv4Config:
         """The config of what was written: its dtypes, and no MTP stages, which are not written."""
-        experts = {
-            form
-            for name, form in self._formats.items()
-            if self._specs[name].is_experts and form != "dense"
-        }
+        experts = {form for name, form in self._formats.items() if self._specs[name].is_experts and form != "dense"}
         if len(experts) > 1:
-            raise ValueError(
-                "experts in FP8 and in FP4 in one model; config.json can declare one expert_dtype"
-            )
+            raise ValueError("experts in FP8 and in FP4 in one model; config.json can declare one expert_dtype")
         is_quantised = any(form != "dense" for form in self._formats.values())
-        quantisation: Any = (
-            (self._config.quantization_config or QUANTIZATION_CONFIG) if is_quantised else None
-        )
+        quantisation: Any = (self._config.quantization_config or QUANTIZATION_CONFIG) if is_quantised else None
         return dataclasses.replace(
             self._config,
-            torch_dtype=max(
-                self._plain_dtypes, key=lambda dtype: (dtype.itemsize, dtype == torch.bfloat16)
-            ),
+            torch_dtype=max(self._plain_dtypes, key=lambda dtype: (dtype.itemsize, dtype == torch.bfloat16)),
             quantization_config=quantisation,
             expert_dtype=experts.pop() if experts else None,
             num_nextn_predict_layers=0,
@@ -145,21 +125,13 @@ class Encoder:
         """Stacked experts one by one, where the scheme keeps them so."""
         for place, weight, scale in parts:
             if place.name not in self._specs:
-                raise ValueError(
-                    f"{place.name} is no tensor of this model; expected the names of its state_dict"
-                )
+                raise ValueError(f"{place.name} is no tensor of this model; expected the names of its state_dict")
             if place.expert is not None or names.from_place(self._scheme, place) is not None:
                 yield place, weight, scale
                 continue
             self._check(place, self._specs[place.name], weight, scale)
-            scales = (
-                [None] * len(weight) * 2
-                if scale is None
-                else [s for _, s in parts_of(place.name, scale)]
-            )
-            for (part, tensor), part_scale in zip(
-                parts_of(place.name, weight), scales, strict=False
-            ):
+            scales = [None] * len(weight) * 2 if scale is None else [s for _, s in parts_of(place.name, scale)]
+            for (part, tensor), part_scale in zip(parts_of(place.name, weight), scales, strict=False):
                 yield part, tensor, part_scale
 
     def _check(self, place: Place, spec: Spec, weight: Tensor, scale: Tensor | None) -> None:
@@ -178,21 +150,14 @@ class Encoder:
                 raise ValueError(f"{got}; a file holds it as one of {expected}: cast it first")
             return
         if not names.can_be_scaled(place.name) or (found == "fp4" and not spec.is_experts):
-            raise ValueError(
-                f"{place.name} is {weight.dtype} with a scale; this tensor is never quantised so"
-            )
+            raise ValueError(f"{place.name} is {weight.dtype} with a scale; this tensor is never quantised so")
         row_parts = 2 if is_gate_up(place.name) and place.half is None else 1
         grid = fp4_scale_shape(shape) if found == "fp4" else fp8_scale_shape(shape, row_parts)
         if tuple(scale.shape) != grid or scale.dtype not in SCALE_DTYPES:
             got = f"{scale.dtype} {list(scale.shape)}"
-            raise ValueError(
-                f"{names.scale_of(place.name)} {_which(place)}is {got}; "
-                f"expected float8_e8m0fnu or float32 {list(grid)}"
-            )
+            raise ValueError(f"{names.scale_of(place.name)} {_which(place)}is {got}; expected float8_e8m0fnu or float32 {list(grid)}")
 
-    def _convert(
-        self, place: Place, spec: Spec, weight: Tensor, scale: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def _convert(self, place: Place, spec: Spec, weight: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """What is stored of a weight, and its scale."""
         if spec.dtype is INT64:
             return weight.to(torch.int64), None
@@ -226,9 +191,7 @@ class Encoder:
             is_bf16 = self._dtype in ("official", torch.bfloat16) or (
                 self._dtype == "stored" and self._config.torch_dtype == torch.bfloat16
             )
-            if self._dtype == "official" or (
-                is_bf16 and torch.equal(short.to(weight.dtype), weight)
-            ):
+            if self._dtype == "official" or (is_bf16 and torch.equal(short.to(weight.dtype), weight)):
                 return short
         return weight.to(torch.float32)
 
@@ -239,21 +202,16 @@ class Encoder:
 
     def _note_format(self, name: str, form: Format) -> None:
         if self._formats.setdefault(name, form) != form:
-            raise ValueError(
-                f"{name} holds experts in {self._formats[name]} and in {form}; expected one format"
-            )
+            raise ValueError(f"{name} holds experts in {self._formats[name]} and in {form}; expected one format")
 
 
 def _encode(place: Place, weight: Tensor, form: Format, row_parts: int) -> tuple[Tensor, Tensor]:
     if form == "fp4" and weight.shape[-1] % FP4_BLOCK:
         raise ValueError(
-            f"{place.name} has {weight.shape[-1]} columns, which FP4 cannot hold: it needs whole "
-            f"blocks of {FP4_BLOCK}; write another dtype"
+            f"{place.name} has {weight.shape[-1]} columns, which FP4 cannot hold: it needs whole blocks of {FP4_BLOCK}; write another dtype"
         )
     if not bool(weight.isfinite().all()):
-        raise ValueError(
-            f"{place.name} {_which(place)}holds NaN or infinity, which has no block scale"
-        )
+        raise ValueError(f"{place.name} {_which(place)}holds NaN or infinity, which has no block scale")
     return encode(weight, form, row_parts=row_parts)
 
 

@@ -92,13 +92,10 @@ def _refuse(target: Path, overwrite: bool, marker: str) -> None:
     if not any(target.iterdir()):
         return
     if not overwrite:
-        raise FileExistsError(
-            f"{target} is not empty; pass overwrite=True to replace it, or another folder"
-        )
+        raise FileExistsError(f"{target} is not empty; pass overwrite=True to replace it, or another folder")
     if not (target / marker).is_file():
         raise FileExistsError(
-            f"{target} is not empty and holds no {marker}, so it is no checkpoint and is not "
-            "replaced; pass another folder"
+            f"{target} is not empty and holds no {marker}, so it is no checkpoint and is not replaced; pass another folder"
         )
 
 

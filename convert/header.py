@@ -20,9 +20,7 @@ MAX_HEADER_BYTES = 100_000_000
 DTYPE_BITS = {
     **dict.fromkeys(("F4",), 4),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
-    **dict.fromkeys(
-        ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8
-    ),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
     **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
     **dict.fromkeys(("I32", "U32", "F32"), 32),
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
@@ -77,9 +75,7 @@ def read_shards(folder: Path) -> tuple[list[Shard], Problems]:
     problems = Problems()
     if not index.exists():
         if not single.exists():
-            raise CheckpointError(
-                f"{folder} has no {SINGLE_NAME} and no {INDEX_NAME}{_found_instead(folder)}"
-            )
+            raise CheckpointError(f"{folder} has no {SINGLE_NAME} and no {INDEX_NAME}{_found_instead(folder)}")
         return _read_all(folder, [SINGLE_NAME], problems), problems
     weight_map = _weight_map(index)
     files = sorted(set(weight_map.values()))
@@ -107,9 +103,7 @@ def read_header(folder: Path, file: str, problems: Problems) -> Shard | None:
             problems.add("not a safetensors file", f"{file}: {size} bytes")
             return None
         if 8 + length > size:
-            problems.add(
-                "truncated file", f"{file}: {size} bytes, but its header alone ends at {8 + length}"
-            )
+            problems.add("truncated file", f"{file}: {size} bytes, but its header alone ends at {8 + length}")
             return None
         text = stream.read(length)
     try:
@@ -154,17 +148,11 @@ def _check_extents(shard: Shard, data_start: int, problems: Problems) -> None:
     at = data_start
     for tensor in sorted(shard.tensors.values(), key=lambda t: (t.begin, t.end)):
         if tensor.begin != at:
-            what = (
-                "overlaps the tensor before it" if tensor.begin < at else "leaves a hole before it"
-            )
-            problems.add(
-                "data offsets that do not fit together", f"{shard.file}: {tensor.name} {what}"
-            )
+            what = "overlaps the tensor before it" if tensor.begin < at else "leaves a hole before it"
+            problems.add("data offsets that do not fit together", f"{shard.file}: {tensor.name} {what}")
         at = max(at, tensor.end)
     if at > shard.nbytes:
-        problems.add(
-            "truncated file", f"{shard.file}: {shard.nbytes} bytes, but its tensors end at {at}"
-        )
+        problems.add("truncated file", f"{shard.file}: {shard.nbytes} bytes, but its tensors end at {at}")
     elif at < shard.nbytes:
         problems.add(
             "file longer than its tensors",
@@ -184,14 +172,10 @@ def _weight_map(index: Path) -> dict[str, str]:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         entries = list(weight_map.items())
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(
-            f"{index} is not an index with a weight_map: {error!r}; download it again"
-        ) from error
+        raise CheckpointError(f"{index} is not an index with a weight_map: {error!r}; download it again") from error
     for name, file in entries:
         if not isinstance(file, str) or Path(file).name != file:
-            raise CheckpointError(
-                f"{index} places {name} in {file!r}, which is not a file beside it"
-            )
+            raise CheckpointError(f"{index} places {name} in {file!r}, which is not a file beside it")
     return weight_map
 
 
@@ -203,11 +187,7 @@ def _compare(weight_map: dict[str, str], shards: list[Shard], problems: Problems
             places.setdefault(name, []).append(file)
     problems.add(
         "in the index, but not in the shard it names",
-        [
-            f"{name} ({file})"
-            for name, file in weight_map.items()
-            if file in read and name not in read[file]
-        ],
+        [f"{name} ({file})" for name, file in weight_map.items() if file in read and name not in read[file]],
     )
     problems.add(
         "in a shard, but not in the index",

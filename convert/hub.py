@@ -67,8 +67,7 @@ ADVICE: tuple[tuple[type[Exception], type[OSError], str], ...] = (
     (
         RevisionNotFoundError,
         FileNotFoundError,
-        "{0} has no revision {1!r}: pass a branch, a tag or a commit of {2}/{0}, or leave "
-        "revision out",
+        "{0} has no revision {1!r}: pass a branch, a tag or a commit of {2}/{0}, or leave revision out",
     ),
     (
         RemoteEntryNotFoundError,
@@ -224,8 +223,7 @@ def _local(repo_or_path: str | Path) -> Path | None:
     if isinstance(repo_or_path, str) and HUB_ID.fullmatch(repo_or_path):
         return None
     raise FileNotFoundError(
-        f"there is no folder {text!r} (seen from {Path.cwd()}), and a hub id reads "
-        "organisation/name, as in deepseek-ai/DeepSeek-V4-Flash"
+        f"there is no folder {text!r} (seen from {Path.cwd()}), and a hub id reads organisation/name, as in deepseek-ai/DeepSeek-V4-Flash"
     )
 
 
@@ -257,9 +255,7 @@ def _small_files(request: _Request) -> Path:
     if not (folder / CONFIG_NAME).exists():
         if request.offline:
             raise OfflineModeIsEnabled(f"no {CONFIG_NAME}")
-        raise CheckpointError(
-            f"{request.repo} has no {CONFIG_NAME}: it is not a model's repository"
-        )
+        raise CheckpointError(f"{request.repo} has no {CONFIG_NAME}: it is not a model's repository")
     return folder
 
 
@@ -331,8 +327,7 @@ def _explained(request: _Request) -> Iterator[None]:
         if kind is ConnectionError and status in (401, 403):
             kind, advice = (
                 PermissionError,
-                "{2} refused access to {0}: {4}. Pass a valid token=..., or renew it with "
-                "`hf auth login`",
+                "{2} refused access to {0}: {4}. Pass a valid token=..., or renew it with `hf auth login`",
             )
         words = " ".join(str(cause).split()) or type(cause).__name__
         where = (request.repo, request.revision, constants.ENDPOINT, request.cache_dir, words)

@@ -95,10 +95,7 @@ def inspect_checkpoint(folder: str | Path, *, strict_config: bool = False) -> Re
     checkpoint = open_checkpoint(folder, strict_config=strict_config)
     stored = [tensor for shard in checkpoint.shards for tensor in shard.tensors.values()]
     by_name = {tensor.name: tensor for tensor in stored}
-    skipped = {
-        label: _amount(by_name[name] for name in found)
-        for label, found in checkpoint.extras.items()
-    }
+    skipped = {label: _amount(by_name[name] for name in found) for label, found in checkpoint.extras.items()}
     sources = checkpoint.sources.values()
     pieces = [piece for source in sources for piece in source.pieces]
     loaded = _amount(t for piece in pieces for t in (piece.weight, piece.scale) if t is not None)
@@ -157,17 +154,13 @@ def _draft(stored: Iterable[str]) -> str | None:
 def _modules(checkpoint: Checkpoint) -> dict[str, Counter[Format]]:
     modules: dict[str, Counter[Format]] = {}
     for module, form in checkpoint.formats.items():
-        modules.setdefault(names.without_block(module).removeprefix("layers.{layer}."), Counter())[
-            form
-        ] += 1
+        modules.setdefault(names.without_block(module).removeprefix("layers.{layer}."), Counter())[form] += 1
     return modules
 
 
 def _blocks(config: Dsv4Config) -> list[tuple[int, int, str, str]]:
     runs: list[tuple[int, int, str, str]] = []
-    for layer, (attention, mlp) in enumerate(
-        zip(config.layer_types, config.mlp_layer_types, strict=True)
-    ):
+    for layer, (attention, mlp) in enumerate(zip(config.layer_types, config.mlp_layer_types, strict=True)):
         rate = config.rate(layer)
         kind = attention if rate is None else f"{attention} (1 entry per {rate} tokens)"
         if runs and runs[-1][2:] == (kind, mlp):

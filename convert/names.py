@@ -158,12 +158,7 @@ def to_place(scheme: Scheme, name: str) -> Place | None:
 def count_known(stored: Iterable[str]) -> dict[Scheme, int]:
     """How many of the files' names each scheme knows."""
     templates = Counter(_generalise(name)[0] for name in stored)
-    return {
-        scheme: sum(
-            count for template, count in templates.items() if template in _by_template(scheme)
-        )
-        for scheme in SCHEMES
-    }
+    return {scheme: sum(count for template, count in templates.items() if template in _by_template(scheme)) for scheme in SCHEMES}
 
 
 def from_place(scheme: Scheme, place: Place) -> str | None:
@@ -284,8 +279,4 @@ def _by_template(scheme: Scheme) -> dict[str, Row]:
 
 @functools.cache
 def _by_place(scheme: Scheme) -> dict[tuple[str, bool, int | None], Row]:
-    return {
-        (_template_key(row.ours), "{expert}" not in t, row.half): row
-        for row in ROWS
-        if (t := row.template(scheme)) is not None
-    }
+    return {(_template_key(row.ours), "{expert}" not in t, row.half): row for row in ROWS if (t := row.template(scheme)) is not None}

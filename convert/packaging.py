@@ -72,28 +72,20 @@ PACKAGINGS = (
 )
 
 
-def refuse_packagings(
-    where: object, config: Mapping[str, Any], names: Iterable[str], dtypes: Iterable[str]
-) -> None:
+def refuse_packagings(where: object, config: Mapping[str, Any], names: Iterable[str], dtypes: Iterable[str]) -> None:
     """Raises CheckpointError where config.json or the names say another format."""
     quantisation = config.get("quantization_config") or {}
     if not isinstance(quantisation, Mapping):
-        raise CheckpointError(
-            f"{where}: quantization_config is {quantisation!r}; expected an object"
-        )
+        raise CheckpointError(f"{where}: quantization_config is {quantisation!r}; expected an object")
     method = quantisation.get("quant_method", OFFICIAL_METHOD)
     keys = {*config, *quantisation}
     names = list(names)
     for packaging in PACKAGINGS:
         sign = _sign(packaging, method, keys, names)
         if sign is not None:
-            raise CheckpointError(
-                f"{where} is {packaging.what} ({sign}); {READABLE}. Use one of those instead."
-            )
+            raise CheckpointError(f"{where} is {packaging.what} ({sign}); {READABLE}. Use one of those instead.")
     if method != OFFICIAL_METHOD:
-        raise CheckpointError(
-            f"{where} has quant_method {method!r}; {READABLE}. Use one of those instead."
-        )
+        raise CheckpointError(f"{where} has quant_method {method!r}; {READABLE}. Use one of those instead.")
     if "F4" in set(dtypes):
         raise CheckpointError(
             f"{where} holds tensors of dtype F4, as DeepSeek's inference/convert.py writes them; "

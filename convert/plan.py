@@ -5,6 +5,7 @@ FP4 and needs one per 1x32, anything else is taken as it is and must have none. 
 checked against that, never believed over it.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from dsv4.kernels.quantize import FP4_BLOCK, FP8_BLOCK, fp4_scale_shape, fp8_sca
 
 Format = Literal["dense", "fp8", "fp4"]
 
-# Widest first.
 FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 INTEGER_DTYPES = ("I64", "I32")
 # Scale bytes written as plain U8 mean the same exponents.
@@ -53,10 +53,6 @@ class Source:
     pieces: tuple[Piece, ...]
 
     @property
-    def is_stacked(self) -> bool:
-        return self.pieces[0].place.expert is not None
-
-    @property
     def row_parts(self) -> int:
         """2 where gate and up share a tensor, each with a grid of scale blocks of its own."""
         return 2 if is_gate_up(self.name) else 1
@@ -83,8 +79,8 @@ def module_of(name: str) -> str:
 
 def stored_dtype(source: Source) -> torch.dtype:
     """The floating dtype that holds every piece of a source: bfloat16 for codes."""
-    stored = {piece.weight.dtype for piece in source.pieces}
-    return next((dtype for name, dtype in FLOAT_DTYPES.items() if name in stored), torch.bfloat16)
+    stored = {FLOAT_DTYPES.get(piece.weight.dtype, torch.bfloat16) for piece in source.pieces}
+    return functools.reduce(torch.promote_types, stored)
 
 
 def make_plan(config: Dsv4Config, stored: Mapping[str, StoredTensor]) -> Plan:
@@ -174,9 +170,7 @@ def _source(
         problems.add("experts of one block in different formats", f"{name}: {', '.join(stored)}")
     kinds = {"F32" if piece.scale.dtype == "F32" else "E8M0" for piece in pieces if piece.scale}
     if len(kinds) > 1:
-        problems.add(
-            "experts of one block in different formats", f"{name}: scales in E8M0 and in F32"
-        )
+        problems.add("experts of one block in different formats", f"{name}: scales in E8M0 and in F32")
         return None
     if len(formats) != 1 or len(pieces) < len(places(scheme, name, spec)):
         return None
@@ -197,16 +191,12 @@ def _format(piece: Piece, spec: Spec, name: str, problems: Problems) -> Format |
     if allowed and weight.dtype not in allowed:
         codes = ("F8_E4M3", "I8") if spec.is_experts else ("F8_E4M3",)
         expected = (*allowed, *(codes if names.can_be_scaled(name) else ()))
-        problems.add(
-            "wrong dtype", f"{weight.name}: {weight.dtype}, expected one of {', '.join(expected)}"
-        )
+        problems.add("wrong dtype", f"{weight.name}: {weight.dtype}, expected one of {', '.join(expected)}")
         return None
     shape = part_shape(spec, piece.place)
     expected = (*shape[:-1], shape[-1] // 2) if found == "fp4" else shape
     if weight.shape != expected or (found == "fp4" and shape[-1] % FP4_BLOCK):
-        problems.add(
-            "wrong shape", f"{weight.name}: {list(weight.shape)}, expected {list(expected)}"
-        )
+        problems.add("wrong shape", f"{weight.name}: {list(weight.shape)}, expected {list(expected)}")
         return None
     return found if _scale_fits(piece, found, problems) else None
 
@@ -262,8 +252,7 @@ def _check_config(config: Dsv4Config, formats: Mapping[str, Format], problems: P
         if found[format] and declared is not None and EXPERT_DTYPES.get(declared) != format:
             problems.add(
                 "config.json against the files",
-                f"expert_dtype is {declared!r}, but the experts of {found[format]} blocks are "
-                f"stored as {format}",
+                f"expert_dtype is {declared!r}, but the experts of {found[format]} blocks are stored as {format}",
             )
     quantisation = config.quantization_config or {}
     block = quantisation.get("weight_block_size")

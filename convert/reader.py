@@ -99,9 +99,7 @@ class Checkpoint:
     def summary(self) -> str:
         """One line: naming, formats, and what is skipped."""
         counts = Counter(self.formats.values())
-        formats = ", ".join(
-            f"{counts[f]} modules {f}" for f in ("dense", "fp8", "fp4") if counts[f]
-        )
+        formats = ", ".join(f"{counts[f]} modules {f}" for f in ("dense", "fp8", "fp4") if counts[f])
         skipped = ", ".join(f"{len(found)} of {label}" for label, found in self.extras.items())
         return f"{self.scheme} names; {formats}" + (f"; skipped {skipped}" if skipped else "")
 
@@ -168,9 +166,7 @@ class Checkpoint:
             expected = ", ".join(str(allowed) for allowed in TARGET_DTYPES)
             raise ValueError(f"dtype is {dtype}; expected one of {expected}")
         keep = native if callable(native) else lambda module: native
-        kept = {
-            module for module, found in self.formats.items() if found != "dense" and keep(module)
-        }
+        kept = {module for module, found in self.formats.items() if found != "dense" and keep(module)}
         steps = [
             (piece, source)
             for source in self.sources.values()
@@ -260,21 +256,15 @@ class _Files:
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_NAME
     if not folder.is_dir():
-        raise CheckpointError(
-            f"{folder} is not a folder; pass the folder that holds {CONFIG_NAME} and the weights"
-        )
+        raise CheckpointError(f"{folder} is not a folder; pass the folder that holds {CONFIG_NAME} and the weights")
     if not path.is_file():
-        raise CheckpointError(
-            f"{folder} has no {CONFIG_NAME}; pass the folder that holds it and the weights"
-        )
+        raise CheckpointError(f"{folder} has no {CONFIG_NAME}; pass the folder that holds it and the weights")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(f"{path} is not JSON ({error}); download it again") from error
     if not isinstance(raw, dict):
-        raise CheckpointError(
-            f"{path} holds {type(raw).__name__}, expected an object; download it again"
-        )
+        raise CheckpointError(f"{path} holds {type(raw).__name__}, expected an object; download it again")
     return raw
 
 

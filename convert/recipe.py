@@ -63,9 +63,7 @@ def convert_checkpoint(
     if dst.resolve() in src.resolve().parents:
         raise ValueError(f"{src} lies inside {dst}, which is to be replaced; pass another target")
     checkpoint = open_checkpoint(src, strict_config=strict_config).check()
-    has_codes = any(
-        form != "dense" for name, form in checkpoint.formats.items() if name.endswith("mlp.experts")
-    )
+    has_codes = any(form != "dense" for name, form in checkpoint.formats.items() if name.endswith("mlp.experts"))
     if scheme == "transformers" and (target == "official" or (target == "stored" and has_codes)):
         # As write_checkpoint: quantised stacks are nothing that transformers reads on every device.
         scheme = "hybrid"
@@ -81,16 +79,10 @@ def convert_checkpoint(
     )
 
 
-def _read(
-    checkpoint: Checkpoint, scheme: Scheme, target: FileDtype, progress: Progress | None
-) -> Iterator:
+def _read(checkpoint: Checkpoint, scheme: Scheme, target: FileDtype, progress: Progress | None) -> Iterator:
     """The source in the dtype of the target: experts one by one, unless the target stacks them."""
-    if target in PLAIN_DTYPES:
-        options = {"dtype": target, "native": False}
-    else:
-        options = {"dtype": None, "native": True}
+    is_plain = target in PLAIN_DTYPES
+    options = {"dtype": target if is_plain else None, "native": not is_plain}
     if scheme != "transformers":
         return checkpoint.parts(**options, progress=progress)
-    return (
-        (Place(name), tensor) for name, tensor in checkpoint.tensors(**options, progress=progress)
-    )
+    return ((Place(name), tensor) for name, tensor in checkpoint.tensors(**options, progress=progress))

@@ -58,10 +58,7 @@ class ShardWriter:
         """Take the tensors of one weight (itself, its scale) for a group."""
         group = group if self._group_sizes is not None else 0
         for name, tensor in tensors:
-            if (
-                self._waiting_bytes[group]
-                and self._waiting_bytes[group] + tensor.nbytes > self._max_bytes
-            ):
+            if self._waiting_bytes[group] and self._waiting_bytes[group] + tensor.nbytes > self._max_bytes:
                 self._write(group)
             self._waiting.setdefault(group, {})[name] = tensor
             self._waiting_bytes[group] += tensor.nbytes
@@ -104,9 +101,7 @@ class ShardWriter:
 def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """One safetensors file, synced. Tensors may be on any device; the CPU's are not copied."""
     widths = list(DTYPE_NAMES)
-    order = sorted(
-        tensors, key=lambda n: (tensors[n].nbytes % ALIGNMENT != 0, widths.index(tensors[n].dtype))
-    )
+    order = sorted(tensors, key=lambda n: (tensors[n].nbytes % ALIGNMENT != 0, widths.index(tensors[n].dtype)))
     header: dict[str, object] = {"__metadata__": METADATA}
     at = 0
     for name in order:

@@ -67,9 +67,7 @@ def as_scale(scale: Tensor) -> Tensor:
 def check_codes(name: str, weight: Tensor) -> None:
     """Raises CheckpointError if FP8 codes hold a NaN; every FP4 code is a number."""
     if weight.dtype == torch.float8_e4m3fn and quantize.has_nan_code(weight):
-        raise CheckpointError(
-            f"{name} holds the FP8 code 0x7F or 0xFF, which is NaN; the file is damaged"
-        )
+        raise CheckpointError(f"{name} holds the FP8 code 0x7F or 0xFF, which is NaN; the file is damaged")
 
 
 def check_scale(name: str, scale: Tensor) -> float:
@@ -97,9 +95,7 @@ def check_range(name: str, weight: Tensor, largest: float | None, result: Tensor
     # Codes have no infinity, plain weights may hold one.
     was_infinite = weight.isinf() if largest is None else torch.zeros((), dtype=torch.bool)
     if bool((result.isinf() & ~was_infinite).any()):
-        raise CheckpointError(
-            f"{name} has values beyond {limit:.4g}, the largest of {result.dtype}; load in float32"
-        )
+        raise CheckpointError(f"{name} has values beyond {limit:.4g}, the largest of {result.dtype}; load in float32")
 
 
 def check_ids(name: str, ids: Tensor, num_experts: int) -> None:
@@ -107,6 +103,5 @@ def check_ids(name: str, ids: Tensor, num_experts: int) -> None:
     low, high = (int(end) for end in ids.aminmax()) if ids.numel() else (0, 0)
     if low < 0 or high >= num_experts:
         raise CheckpointError(
-            f"{name} holds expert ids from {low} to {high}; expected 0 to {num_experts - 1}, since "
-            f"n_routed_experts is {num_experts}"
+            f"{name} holds expert ids from {low} to {high}; expected 0 to {num_experts - 1}, since n_routed_experts is {num_experts}"
         )

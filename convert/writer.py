@@ -58,11 +58,7 @@ def write_checkpoint(
         FileExistsError: the folder is not empty and overwrite is not given, or it is no checkpoint.
     """
     scheme: Scheme = format
-    if (
-        format == "transformers"
-        and isinstance(state, Mapping)
-        and _will_quantise_experts(state, dtype)
-    ):
+    if format == "transformers" and isinstance(state, Mapping) and _will_quantise_experts(state, dtype):
         scheme = "hybrid"
     pairs = state.items() if isinstance(state, Mapping) else state
     parts = pair_scales((Place(name), tensor) for name, tensor in pairs)
@@ -93,17 +89,13 @@ def write_parts(
     if scheme not in SCHEMES:
         raise ValueError(f"format is {scheme!r}; expected one of {', '.join(SCHEMES)}")
     if dtype not in ("stored", "official", *PLAIN_DTYPES):
-        raise ValueError(
-            f"dtype is {dtype!r}; expected 'stored', 'official' or one of {PLAIN_DTYPES}"
-        )
+        raise ValueError(f"dtype is {dtype!r}; expected 'stored', 'official' or one of {PLAIN_DTYPES}")
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; expected a positive number")
     folder = Path(folder).expanduser()
     with new_folder(folder, overwrite=overwrite, marker=CONFIG_NAME) as partial:
         encoder = Encoder(config, scheme, dtype)
-        shards = ShardWriter(
-            partial.path, max_shard_bytes, encoder.group_sizes() if scheme == "official" else None
-        )
+        shards = ShardWriter(partial.path, max_shard_bytes, encoder.group_sizes() if scheme == "official" else None)
         for place, tensors in encoder.encode(parts):
             shards.add(encoder.group_of(place), tensors)
         shards.finish()
@@ -116,7 +108,5 @@ def write_parts(
 
 def _will_quantise_experts(state: Mapping[str, Tensor], dtype: FileDtype) -> bool:
     if dtype == "stored":
-        return any(
-            tensor.dtype in CODE_FORMATS for name, tensor in state.items() if is_gate_up(name)
-        )
+        return any(tensor.dtype in CODE_FORMATS for name, tensor in state.items() if is_gate_up(name))
     return dtype == "official"

@@ -45,9 +45,7 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(
-            f"module 'dsv4' has no attribute {name!r}; it has {', '.join(__all__)}"
-        )
+        raise AttributeError(f"module 'dsv4' has no attribute {name!r}; it has {', '.join(__all__)}")
     value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value

@@ -116,9 +116,7 @@ class Ablating:
             (replacement, "replacement", "reroute"),
         ):
             if given is not None and mode != owner:
-                raise ValueError(
-                    f'ablate_experts: {what}= is for mode="{owner}", got mode="{mode}"'
-                )
+                raise ValueError(f'ablate_experts: {what}= is for mode="{owner}", got mode="{mode}"')
         if not isinstance(experts, Mapping):
             raise TypeError(f"ablate_experts: got {experts!r}, expected {{layer: experts}}")
         positions = Positions(pos)
@@ -137,8 +135,7 @@ def _check_ablated(point: HookPoint) -> None:
         raise ValueError(f"ablate: {point.name} is read-only; ablate what it is computed from")
     if point.dtype == "i":
         raise ValueError(
-            f"ablate: {point.name} holds integers, of which zero or a mean mean nothing; use "
-            "ablate_experts, or write them in a hook"
+            f"ablate: {point.name} holds integers, of which zero or a mean mean nothing; use ablate_experts, or write them in a hook"
         )
 
 
@@ -176,10 +173,7 @@ def _mean(model, point: HookPoint, source, seed) -> Replacement:
     else:
         mean = torch.as_tensor(source[point.name])
         if mean.dim() != len(kept):
-            raise ValueError(
-                f"ablate: the mean of {point.name} has shape {list(mean.shape)}; expected "
-                f"[{' '.join(kept)}]"
-            )
+            raise ValueError(f"ablate: the mean of {point.name} has shape {list(mean.shape)}; expected [{' '.join(kept)}]")
     view = iter(mean.shape)
     shape = [1 if w in ("b", "s") else next(view) for w in words]
     mean = mean.view(shape)
@@ -197,9 +191,7 @@ def _mean_over_tokens(recorded: Recorded) -> Tensor:
 
 def _resample(model, point: HookPoint, source, seed: int | None) -> Replacement:
     if not isinstance(source, ActivationCache):
-        raise TypeError(
-            f'ablate: mode="resample" takes an ActivationCache, got {type(source).__name__}'
-        )
+        raise TypeError(f'ablate: mode="resample" takes an ActivationCache, got {type(source).__name__}')
     replay = Replay(source, point, model.config)
     count = len(replay.recorded.value)
 
@@ -265,9 +257,7 @@ def _renormed_slots(model, layer, gone, positions, source, replacement):
 def _rerouted(model, layer, gone, positions, source, replacement):
     mlp = f"layers.{layer}.mlp"
     if replacement is not None:
-        return model.hooks(
-            [(f"{mlp}.expert_indices", _replaced(model, gone, positions, replacement))]
-        )
+        return model.hooks([(f"{mlp}.expert_indices", _replaced(model, gone, positions, replacement))])
     if model.config.mlp_layer_types[layer] == HASH_MOE:
         raise ValueError(
             f"ablate_experts: layer {layer} is a hash block, its experts are a table of the token, "

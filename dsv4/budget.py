@@ -50,11 +50,7 @@ def default_limit(device: torch.device) -> int | None:
     """Bytes a capture that stays on `device` may take; None where nothing is stored."""
     if device.type == "meta":
         return None
-    free = (
-        torch.cuda.mem_get_info(device)[0]
-        if device.type == "cuda"
-        else psutil.virtual_memory().available
-    )
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     return int(free * MEMORY_SHARE)
 
 
@@ -71,8 +67,7 @@ def check(found: dict[str, int], limit: int) -> None:
     lines += [_line(sum(each), f"{pattern} ({len(each)} more)") for pattern, each in rest.items()]
     raise ValueError(
         f"capturing {len(found)} values would take {_human(total)} ({total} bytes); max_bytes is {_human(limit)} ({limit} bytes). Name "
-        "fewer, keep fewer tokens (pos=), stream to disk (to=) or raise max_bytes:\n"
-        + "\n".join(lines)
+        "fewer, keep fewer tokens (pos=), stream to disk (to=) or raise max_bytes:\n" + "\n".join(lines)
     )
 
 

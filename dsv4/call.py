@@ -153,9 +153,7 @@ def _windows(config: Dsv4Config, kind: str, rotary, past: list[int], lengths: li
     before, after = [p // rate for p in past], [n // rate for n in lengths]
     new = max((a - b for a, b in zip(after, before, strict=True)), default=0)
     device = start.device
-    before_t, after_t, past_t, lengths_t = (
-        torch.tensor(x, dtype=torch.int64, device=device) for x in (before, after, past, lengths)
-    )
+    before_t, after_t, past_t, lengths_t = (torch.tensor(x, dtype=torch.int64, device=device) for x in (before, after, past, lengths))
     entry = before_t.unsqueeze(1) + torch.arange(new, device=device)
     filled = entry < after_t.unsqueeze(1)
     offsets = torch.arange(-rate if overlap else 0, rate, device=device)

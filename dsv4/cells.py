@@ -119,9 +119,7 @@ def printable(word: str) -> str:
 
 
 @torch.no_grad()
-def lens_top(
-    cache: ActivationCache, columns: Tensor, k: int, row: int = 0
-) -> tuple[Tensor, Tensor, list[int]]:
+def lens_top(cache: ActivationCache, columns: Tensor, k: int, row: int = 0) -> tuple[Tensor, Tensor, list[int]]:
     """(probabilities, ids) [layers c k] of the best tokens that each layer's output reads as, and
     the layers.
 
@@ -132,11 +130,7 @@ def lens_top(
     streams = held if list(held) == read.layers else cache.residual.streams("layer_output")
     best = []
     for value in streams.values():
-        value = (
-            value
-            if read.has_rows
-            else value.reshape(1, *read.positions.shape[1:], *value.shape[-2:])
-        )
+        value = value if read.has_rows else value.reshape(1, *read.positions.shape[1:], *value.shape[-2:])
         logits = read.model.project_on_vocab(value[row][columns.to(value.device)], readout="head")
         best.append(logits.softmax(-1).topk(min(k, logits.shape[-1])))
     return (

@@ -58,34 +58,24 @@ def parser() -> argparse.ArgumentParser:
             "Downloads nothing without --model."
         ),
     )
-    demo.add_argument(
-        "prompt", nargs="?", help="text; token ids where the checkpoint has no tokenizer"
-    )
-    demo.add_argument(
-        "--model", metavar="PATH_OR_ID", help="a folder or hub id (default: the shipped checkpoint)"
-    )
+    demo.add_argument("prompt", nargs="?", help="text; token ids where the checkpoint has no tokenizer")
+    demo.add_argument("--model", metavar="PATH_OR_ID", help="a folder or hub id (default: the shipped checkpoint)")
     demo.add_argument(
         "--contrast",
         metavar="PROMPT",
         help="steer by what this prompt's end has and the prompt's has not",
     )
-    demo.add_argument(
-        "--out", default="dsv4_demo.png", metavar="FILE", help="the picture (default: %(default)s)"
-    )
+    demo.add_argument("--out", default="dsv4_demo.png", metavar="FILE", help="the picture (default: %(default)s)")
     demo.add_argument("--device", help="cpu (default), cuda, ...")
     demo.set_defaults(run=run_demo)
 
-    inspect = commands.add_parser(
-        "inspect", help="what a checkpoint holds, without reading its weights"
-    )
+    inspect = commands.add_parser("inspect", help="what a checkpoint holds, without reading its weights")
     inspect.add_argument("model", metavar="PATH_OR_ID")
     inspect.set_defaults(run=run_inspect)
 
     convert = commands.add_parser("convert", help="rewrite a checkpoint in another format")
     convert.add_argument("src", metavar="SRC", help="folder or hub id")
-    convert.add_argument(
-        "dst", metavar="DST", help="folder to write; refused if it holds something"
-    )
+    convert.add_argument("dst", metavar="DST", help="folder to write; refused if it holds something")
     convert.add_argument(
         "--to",
         default="bf16",
@@ -100,25 +90,17 @@ def parser() -> argparse.ArgumentParser:
         choices=DTYPES,
         help="in place of the dtype that FORMAT implies; stored keeps each",
     )
-    convert.add_argument(
-        "--overwrite", action="store_true", help="replace a checkpoint that is in DST"
-    )
+    convert.add_argument("--overwrite", action="store_true", help="replace a checkpoint that is in DST")
     convert.set_defaults(run=run_convert)
 
     add_watching(commands)
 
-    listing = commands.add_parser(
-        "values", help="every standard value: name, layout, axes, cost, meaning"
-    )
+    listing = commands.add_parser("values", help="every standard value: name, layout, axes, cost, meaning")
     listing.add_argument("--short", action="store_true", help="names only, by module and axes")
     listing.set_defaults(run=run_values)
 
-    support = commands.add_parser(
-        "support", help="the values that one checkpoint has, from its config alone"
-    )
-    support.add_argument(
-        "--model", metavar="PATH_OR_ID", help="a folder or hub id (default: the shipped checkpoint)"
-    )
+    support = commands.add_parser("support", help="the values that one checkpoint has, from its config alone")
+    support.add_argument("--model", metavar="PATH_OR_ID", help="a folder or hub id (default: the shipped checkpoint)")
     support.add_argument("--layer", type=int, help="one block (default: all, as layers.*)")
     support.set_defaults(run=run_support)
     return top
@@ -127,26 +109,16 @@ def parser() -> argparse.ArgumentParser:
 def add_watching(commands) -> None:
     """The commands that look at one prompt: dsv4/commands.py."""
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument(
-        "prompt", nargs="?", help="text; token ids where the checkpoint has no tokenizer"
-    )
-    shared.add_argument(
-        "--model", metavar="PATH_OR_ID", help="a folder or hub id (default: the shipped checkpoint)"
-    )
+    shared.add_argument("prompt", nargs="?", help="text; token ids where the checkpoint has no tokenizer")
+    shared.add_argument("--model", metavar="PATH_OR_ID", help="a folder or hub id (default: the shipped checkpoint)")
     shared.add_argument("--device", help="cpu (default), cuda, ...")
-    shared.add_argument(
-        "--dtype", choices=RUN_DTYPES, help="what to compute in (default: what the config says)"
-    )
+    shared.add_argument("--dtype", choices=RUN_DTYPES, help="what to compute in (default: what the config says)")
     shared.add_argument("--json", action="store_true", help="one line of JSON in place of a table")
     place = argparse.ArgumentParser(add_help=False)
-    place.add_argument(
-        "--pos", type=int, default=-1, help="position in the prompt (default: -1, the last token)"
-    )
+    place.add_argument("--pos", type=int, default=-1, help="position in the prompt (default: -1, the last token)")
 
     def add(name: str, about: str, *parents) -> argparse.ArgumentParser:
-        command = commands.add_parser(
-            name, help=about, description=f"{about[0].upper()}{about[1:]}.", parents=parents
-        )
+        command = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.", parents=parents)
         command.set_defaults(run=run_watching, command=name)
         return command
 
@@ -163,9 +135,7 @@ def add_watching(commands) -> None:
         choices=UNITS,
         help="split attentions by head, mixtures by expert, slot or neuron; may be given twice",
     )
-    attribute.add_argument(
-        "--top", type=positive, default=12, metavar="K", help="(default: %(default)s)"
-    )
+    attribute.add_argument("--top", type=positive, default=12, metavar="K", help="(default: %(default)s)")
 
     route = add("route", "experts of the prompt's tokens, by block", shared, place)
     route.add_argument("--layer", type=int, help="one block (default: all)")
@@ -183,9 +153,7 @@ def add_watching(commands) -> None:
     add("compare", "the error of every value against transformers, same checkpoint", shared)
 
     view = add("view", "one HTML file of the run, or one picture", shared)
-    view.add_argument(
-        "--out", default="run.html", metavar="FILE", help="run.html (default), or a picture's name"
-    )
+    view.add_argument("--out", default="run.html", metavar="FILE", help="run.html (default), or a picture's name")
     view.add_argument(
         "--picture",
         choices=PICTURES,

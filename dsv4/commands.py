@@ -30,8 +30,7 @@ UNIT_VALUES = {
 }
 ROUTING_VALUES = ("expert_indices", "expert_weights")
 NO_TRANSFORMERS = (
-    "transformers is not installed, and compare runs its model on the same checkpoint: "
-    "pip install transformers, or dsv4's extra `test`"
+    "transformers is not installed, and compare runs its model on the same checkpoint: pip install transformers, or dsv4's extra `test`"
 )
 MAX_SHOWN = 4
 
@@ -50,10 +49,7 @@ def run_lens(arguments: argparse.Namespace) -> None:
     about = {"readout": arguments.readout, "position": position, "token": words[position]}
 
     def told() -> list[str]:
-        lines = [
-            f"every layer_output read as the token after {words[position]!r} (position {position})"
-            f', readout "{arguments.readout}"'
-        ]
+        lines = [f'every layer_output read as the token after {words[position]!r} (position {position}), readout "{arguments.readout}"']
         for row in layers:
             is_each = arguments.readout == "each"
             for stream, best in enumerate(row["top"] if is_each else [row["top"]]):
@@ -137,13 +133,10 @@ def run_route(arguments: argparse.Namespace) -> None:
             f"{len(words)} tokens, {model.top_k} of {model.num_experts} experts each; entropy of "
             f"the load in nats (even: {most:.2f}); margin: last chosen score minus first left "
             "out, mean",
-            f"block  router  entropy  margin  experts of {words[position]!r} (position {position})"
-            "; of the prompt, by load",
+            f"block  router  entropy  margin  experts of {words[position]!r} (position {position}); of the prompt, by load",
         ]
         for row in rows:
-            slots = zip(
-                row["expert_indices"][position], row["expert_weights"][position], strict=True
-            )
+            slots = zip(row["expert_indices"][position], row["expert_weights"][position], strict=True)
             chosen = sorted(slots, key=lambda slot: -slot[1])
             own = " ".join(f"{e} x {w:.2f}" for e, w in chosen[:MAX_SHOWN])
             best = sorted(range(len(row["load"])), key=lambda e: -row["load"][e])[:MAX_SHOWN]
@@ -151,10 +144,7 @@ def run_route(arguments: argparse.Namespace) -> None:
             loads = " ".join(f"{e} {row['load'][e] / total:.0%}" for e in best)
             margins = row["router_margin"]
             gap = "      -" if margins is None else f"{sum(margins) / len(margins):>7.3f}"
-            lines.append(
-                f"{row['layer']:>5}  {row['router']:<6}  {row['entropy_of_load']:>7.2f} {gap}  "
-                f"{own}; {loads}"
-            )
+            lines.append(f"{row['layer']:>5}  {row['router']:<6}  {row['entropy_of_load']:>7.2f} {gap}  {own}; {loads}")
         return lines
 
     about = {"tokens": words, "position": position, "num_experts": model.num_experts}
@@ -163,9 +153,7 @@ def run_route(arguments: argparse.Namespace) -> None:
 
 def run_cache(arguments: argparse.Namespace) -> None:
     if Path(arguments.out).exists():
-        raise FileExistsError(
-            f"--out {arguments.out} exists; saved activations are not overwritten"
-        )
+        raise FileExistsError(f"--out {arguments.out} exists; saved activations are not overwritten")
     check_folder(arguments.out)
     model, ids = opened(arguments)
     options = {"pos": arguments.pos, "to": arguments.out}
@@ -190,14 +178,10 @@ def run_cache(arguments: argparse.Namespace) -> None:
 
     def told() -> list[str]:
         width = max((len(value["name"]) for value in values), default=0)
-        lines = [
-            f"{v['name']:<{width}}  [{v['axes']}]  {v['shape']}  {v['dtype']}  {v['bytes']:,} bytes"
-            for v in values
-        ]
+        lines = [f"{v['name']:<{width}}  [{v['axes']}]  {v['shape']}  {v['dtype']}  {v['bytes']:,} bytes" for v in values]
         return [
             *lines,
-            f"wrote {arguments.out}: {len(values)} values, {total:,} bytes; read it with "
-            "ActivationCache.load or safetensors",
+            f"wrote {arguments.out}: {len(values)} values, {total:,} bytes; read it with ActivationCache.load or safetensors",
         ]
 
     write(arguments, result, told)
@@ -221,10 +205,7 @@ def run_compare(arguments: argparse.Namespace) -> None:
             folder = convert_checkpoint(folder, target, to="transformers", dtype=dtype)
         theirs = transformers_model(folder, dtype, model.device)
         table = model.compare(theirs, ids)
-    rows = [
-        {"name": r.name, "max_abs": r.max_abs, "relative": r.relative, "shape": list(r.shape)}
-        for r in table
-    ]
+    rows = [{"name": r.name, "max_abs": r.max_abs, "relative": r.relative, "shape": list(r.shape)} for r in table]
     result = {
         "tokens": spell(model, ids[0].tolist()),
         "dtype": arguments.dtype,
@@ -247,14 +228,10 @@ def run_view(arguments: argparse.Namespace) -> None:
 
     is_page = Path(arguments.out).suffix.lower() in (".html", ".htm")
     if is_page and arguments.picture:
-        raise ValueError(
-            f"--picture {arguments.picture} is a figure: give --out a picture's ending, as in "
-            f"--out {arguments.picture}.png"
-        )
+        raise ValueError(f"--picture {arguments.picture} is a figure: give --out a picture's ending, as in --out {arguments.picture}.png")
     if not is_page and not arguments.picture:
         raise ValueError(
-            f"--out {arguments.out}: expected run.html, or a picture's ending with --picture one "
-            f"of {', '.join(view.PICTURES)}"
+            f"--out {arguments.out}: expected run.html, or a picture's ending with --picture one of {', '.join(view.PICTURES)}"
         )
     if not is_page:
         view.require_matplotlib()

@@ -346,9 +346,7 @@ TINY = {
 }
 
 
-def _preset(
-    name: str, kinds: tuple[str, str, str], base: dict[str, Any], overrides: dict[str, Any]
-) -> dict[str, Any]:
+def _preset(name: str, kinds: tuple[str, str, str], base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """Field values of a preset: lists per block follow the number of blocks unless given."""
     known = [*(field.name for field in dataclasses.fields(Dsv4Config)), "num_hash_layers"]
     for key in overrides:

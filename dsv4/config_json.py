@@ -106,9 +106,7 @@ def rotary_width(head_dim: int, factor: float) -> int:
     return int(head_dim * number("partial_rotary_factor", factor) + 1e-6)
 
 
-def read(
-    mapping: Mapping[str, Any], fields: Mapping[str, Any], strict: bool
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def read(mapping: Mapping[str, Any], fields: Mapping[str, Any], strict: bool) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Values for the fields a config.json sets, and the rotary tables it describes (one or two).
 
     `fields` maps every field of Dsv4Config to its default. An absent key means what it means to
@@ -152,9 +150,7 @@ def _check_keys(given: Mapping[str, Any], fields: Mapping[str, Any], strict: boo
     unknown = [
         key
         for key, value in given.items()
-        if key not in known
-        and not key.startswith(HARMLESS_PREFIXES)
-        and not (key in HARMLESS_IF_EMPTY and not value)
+        if key not in known and not key.startswith(HARMLESS_PREFIXES) and not (key in HARMLESS_IF_EMPTY and not value)
     ]
     if not unknown:
         return
@@ -188,9 +184,7 @@ def _read_quantization(given: Mapping[str, Any]) -> dict[str, Any]:
     """transformers moves expert_dtype into quantization_config; here it has one place."""
     quantization = dict(_mapping(given, "quantization_config"))
     inner = quantization.pop("expert_dtype", None)
-    expert_dtype = agreed(
-        {"expert_dtype": given.get("expert_dtype"), "quantization_config.expert_dtype": inner}
-    )
+    expert_dtype = agreed({"expert_dtype": given.get("expert_dtype"), "quantization_config.expert_dtype": inner})
     return {"quantization_config": quantization or None, "expert_dtype": expert_dtype}
 
 
@@ -263,9 +257,7 @@ def _read_rope(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     return tables or [plain]
 
 
-def rope_tables(
-    tables: Any, head_dim: int, width: int, max_positions: int
-) -> dict[str, dict[str, Any]]:
+def rope_tables(tables: Any, head_dim: int, width: int, max_positions: int) -> dict[str, dict[str, Any]]:
     """{"main", "compress"} in one form, whichever way they were written.
 
     Each has rope_type and rope_theta, and all of YaRN's numbers where rope_type is "yarn". A

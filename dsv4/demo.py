@@ -112,13 +112,10 @@ def wrapped(label: str, words: list[str]) -> list[str]:
 def value_lines(scene: Scene) -> list[str]:
     """support() of the block that has most to show, with the sizes of this run."""
     model = scene.model
-    layer = next(
-        (i for kind in (CSA, HCA) for i, own in enumerate(model.layer_types) if own == kind), 0
-    )
+    layer = next((i for kind in (CSA, HCA) for i, own in enumerate(model.layer_types) if own == kind), 0)
     sizes = values.sizes(model.config, layer, *scene.ids.shape)
     lines = [
-        f"VALUES   of the model and of block {layer} ({SHORT[model.layer_types[layer]]}, "
-        f"{model.config.mlp_layer_types[layer]}), by name",
+        f"VALUES   of the model and of block {layer} ({SHORT[model.layer_types[layer]]}, {model.config.mlp_layer_types[layer]}), by name",
         "         free: the fast way has it; mat: costs the spelled-out way; -: read-only",
         f"    {'':<28}{'layout':<16}{'axes':<25}{'in this run':<15}{'read':<6}edit",
     ]
@@ -164,12 +161,8 @@ def block_lines(scene: Scene) -> list[str]:
 
 
 def lens_lines(scene: Scene) -> list[str]:
-    lines = [
-        "LENS     the last token's streams leaving each block, read through hc_head, norm and head"
-    ]
-    for layer, probabilities, tokens in zip(
-        scene.lens.layers, *scene.lens.top(NUM_BEST), strict=True
-    ):
+    lines = ["LENS     the last token's streams leaving each block, read through hc_head, norm and head"]
+    for layer, probabilities, tokens in zip(scene.lens.layers, *scene.lens.top(NUM_BEST), strict=True):
         best = zip(tokens.flatten().tolist(), probabilities.flatten().tolist(), strict=True)
         shown = "   ".join(f"{scene.word(token)!r:<8} {p:.3f}" for token, p in best)
         lines.append(f"  {layer:>5}  {shown}")
@@ -213,8 +206,7 @@ def pick_lines(findings: Findings) -> list[str]:
 def ablation_lines(findings: Findings) -> list[str]:
     scene, found = findings.scene, findings.ablation
     lines = [
-        f"EXPERT   {found.expert} of block {found.layer} switched off (weight 0 at "
-        f"{found.num_tokens} of {len(scene.words)} tokens)",
+        f"EXPERT   {found.expert} of block {found.layer} switched off (weight 0 at {found.num_tokens} of {len(scene.words)} tokens)",
         f"  P({scene.word(scene.answer)!r}) {told(scene, found.outcome)}",
         "  the next tokens that it cost most:",
     ]

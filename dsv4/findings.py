@@ -147,20 +147,14 @@ def read_prompt(model: Dsv4, prompt: str, is_shipped: bool) -> Tensor:
         raise ValueError("the prompt is empty; give at least one word")
     if not has_text(model):
         if not all(word.isdecimal() for word in words):
-            raise ValueError(
-                "this checkpoint has no tokenizer.json: give token ids, as in '5 17 3'; "
-                f"got {prompt!r}"
-            )
+            raise ValueError(f"this checkpoint has no tokenizer.json: give token ids, as in '5 17 3'; got {prompt!r}")
         return torch.tensor([[int(word) for word in words]], device=model.device)
     if is_shipped:
         vocabulary = model.tokenizer.backend.get_vocab()
         unknown = [word for word in dict.fromkeys(words) if word not in vocabulary]
         if unknown:
             known = [w for w in sorted(vocabulary, key=vocabulary.get) if not w.startswith("<")]
-            raise ValueError(
-                f"the shipped checkpoint does not know {', '.join(map(repr, unknown))}; "
-                f"its words are: {' '.join(known)}"
-            )
+            raise ValueError(f"the shipped checkpoint does not know {', '.join(map(repr, unknown))}; its words are: {' '.join(known)}")
     return model.to_tokens(prompt)
 
 

@@ -77,8 +77,7 @@ class Freezing:
             chosen.update(found)
         if not chosen and names is None:
             raise KeyError(
-                "freeze: the cache holds no routing, selection or mixing; capture it in the clean "
-                "run (names=None does), or say names="
+                "freeze: the cache holds no routing, selection or mixing; capture it in the clean run (names=None does), or say names="
             )
         return [n for n in self.hook_dict if n in chosen]
 

@@ -75,16 +75,9 @@ def _calling_form(fn: Callable, name: str) -> Callable:
         inspect.Parameter.KEYWORD_ONLY,
     )
     takes_all = inspect.Parameter.VAR_KEYWORD in kinds.values()
-    places = [
-        p
-        for p in signature.parameters.values()
-        if p.kind <= inspect.Parameter.POSITIONAL_OR_KEYWORD
-    ]
+    places = [p for p in signature.parameters.values() if p.kind <= inspect.Parameter.POSITIONAL_OR_KEYWORD]
     # A second place with a default is an option of the function's own, unless it is called hook.
-    takes_two = (
-        inspect.Parameter.VAR_POSITIONAL in kinds.values()
-        or sum(p.default is p.empty for p in places) == 2
-    )
+    takes_two = inspect.Parameter.VAR_POSITIONAL in kinds.values() or sum(p.default is p.empty for p in places) == 2
     if (names_hook or takes_all) and _binds(signature, (None,), {"hook": None}):
         return lambda value, point: fn(value, hook=point)
     if takes_two and _binds(signature, (None, None), {}):

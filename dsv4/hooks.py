@@ -114,13 +114,9 @@ class HookPoint(nn.Module):
         if dir not in ("fwd", "bwd"):
             raise ValueError(f'dir={dir!r} at {self.name}: expected "fwd" or "bwd"')
         if dir == "bwd" and self.dtype == "i":
-            raise TypeError(
-                f"{self.name} holds integers and has no gradient; hook a floating value instead"
-            )
+            raise TypeError(f"{self.name} holds integers and has no gradient; hook a floating value instead")
         if not callable(fn):
-            raise TypeError(
-                f"hook at {self.name}: expected a function fn(value, hook), got {type(fn).__name__}"
-            )
+            raise TypeError(f"hook at {self.name}: expected a function fn(value, hook), got {type(fn).__name__}")
         handle = Handle(self, fn, dir)
         hooks = self._hooks if dir == "fwd" else self._gradient_hooks
         hooks.insert(0 if prepend else len(hooks), handle)
@@ -179,9 +175,7 @@ class HookPoint(nn.Module):
         object.__setattr__(self, "owner", owner)
         self.leaf, self.value = leaf, VALUES.get(leaf)
         if self.value is not None and self.value.axes != self.axes:
-            raise AssertionError(
-                f"{leaf} declares axes {self.axes!r}; dsv4/values.py says {self.value.axes!r}"
-            )
+            raise AssertionError(f"{leaf} declares axes {self.axes!r}; dsv4/values.py says {self.value.axes!r}")
 
     # The value passes.
 
@@ -195,9 +189,7 @@ class HookPoint(nn.Module):
         seen = x.clone() if self.shared else x
         y = super().__call__(given)
         if given.shape != x.shape:
-            raise ValueError(
-                f"hook at {self.name} resized the value in place from {list(x.shape)} to {list(given.shape)}"
-            )
+            raise ValueError(f"hook at {self.name} resized the value in place from {list(x.shape)} to {list(given.shape)}")
         if self.read_only:
             if y is not given or not _same_bits(given, x):
                 raise self._is_read_only()
@@ -252,20 +244,14 @@ class HookPoint(nn.Module):
         return grad
 
     def _is_read_only(self) -> ValueError:
-        return ValueError(
-            f"{self.name} is read-only: a hook there may look, but not return a tensor or write into the one it is handed"
-        )
+        return ValueError(f"{self.name} is read-only: a hook there may look, but not return a tensor or write into the one it is handed")
 
     def _accept(self, new, old: Tensor) -> Tensor:
         """Check a tensor that replaces `old` and bring it to its dtype and strides (so that the same kernels run on it)."""
         if not isinstance(new, Tensor):
-            raise TypeError(
-                f"hook at {self.name} returned {type(new).__name__}; expected a Tensor [{self.axes}] or None"
-            )
+            raise TypeError(f"hook at {self.name} returned {type(new).__name__}; expected a Tensor [{self.axes}] or None")
         if new.shape != old.shape:
-            raise ValueError(
-                f"hook at {self.name} returned shape {list(new.shape)}; expected {list(old.shape)} [{self.axes}]"
-            )
+            raise ValueError(f"hook at {self.name} returned shape {list(new.shape)}; expected {list(old.shape)} [{self.axes}]")
         if new.device != old.device:
             raise ValueError(
                 f"hook at {self.name} returned a tensor on {new.device}; the value is on {old.device}: move it with .to(value.device)"
@@ -281,12 +267,8 @@ class HookPoint(nn.Module):
         if not integers or dtype.is_floating_point:
             raise TypeError(f"hook at {self.name} returned dtype {new.dtype}; the value is {dtype}")
         cast = new.to(dtype)
-        if not torch.equal(cast.to(new.dtype), new) or (
-            not new.dtype.is_signed and bool((cast < 0).any())
-        ):
-            raise ValueError(
-                f"hook at {self.name} returned {new.dtype} values that do not fit {dtype}"
-            )
+        if not torch.equal(cast.to(new.dtype), new) or (not new.dtype.is_signed and bool((cast < 0).any())):
+            raise ValueError(f"hook at {self.name} returned {new.dtype} values that do not fit {dtype}")
         return cast
 
     def extra_repr(self) -> str:
@@ -322,9 +304,7 @@ class Probed(nn.Module):
 
     def points(self) -> Iterator[tuple[str, HookPoint]]:
         """(leaf name, point) of the points this module owns itself, in the order of declaration."""
-        return (
-            (name, child) for name, child in self._modules.items() if isinstance(child, HookPoint)
-        )
+        return ((name, child) for name, child in self._modules.items() if isinstance(child, HookPoint))
 
     def update(self, name: str, point: HookPoint) -> None:
         """Bring `tap` and `listened` up to who listens at one point now."""

@@ -48,9 +48,7 @@ def resolve(
     hidden, what = None, ""
     if start_at_layer is not None:
         if inputs_embeds is not None:
-            raise ValueError(
-                "inputs_embeds enter before layer 0; with start_at_layer pass streams as the first argument"
-            )
+            raise ValueError("inputs_embeds enter before layer 0; with start_at_layer pass streams as the first argument")
         hidden, what = _streams(model, given, start_at_layer), "streams"
         given = None
     elif inputs_embeds is not None:
@@ -63,27 +61,15 @@ def resolve(
 
     ids, listed = (None, None) if given is None else _ids(model, given)
     if hidden is not None and ids is not None and ids.shape != hidden.shape[:2]:
-        raise ValueError(
-            f"input_ids has shape {list(ids.shape)}; the {what} are for {list(hidden.shape[:2])} tokens"
-        )
+        raise ValueError(f"input_ids has shape {list(ids.shape)}; the {what} are for {list(hidden.shape[:2])} tokens")
     if ids is None:
-        reached = range(
-            start_at_layer or 0, model.num_layers if stop_at_layer is None else stop_at_layer
-        )
-        hashed = [
-            i
-            for i in reached
-            if model.config.mlp_layer_types[i] == HASH_MOE and i not in model.skipped
-        ]
+        reached = range(start_at_layer or 0, model.num_layers if stop_at_layer is None else stop_at_layer)
+        hashed = [i for i in reached if model.config.mlp_layer_types[i] == HASH_MOE and i not in model.skipped]
         if hashed:
-            raise ValueError(
-                f"layers {hashed} route by token id (hash_moe): pass input_ids beside the {what}"
-            )
+            raise ValueError(f"layers {hashed} route by token id (hash_moe): pass input_ids beside the {what}")
     shape = tuple(hidden.shape[:2] if ids is None else ids.shape)
     if 0 in shape:
-        raise ValueError(
-            f"an empty input of shape {list(shape)}: expected at least one row and one token"
-        )
+        raise ValueError(f"an empty input of shape {list(shape)}: expected at least one row and one token")
     valid = _valid(attention_mask, listed, shape, model.device, past)
     if hidden is not None:
         # What stands at padding reaches no token, whatever it is.
@@ -93,9 +79,7 @@ def resolve(
 
 
 def _is_text(x: Any) -> bool:
-    return isinstance(x, str) or (
-        isinstance(x, list | tuple) and len(x) > 0 and all(isinstance(t, str) for t in x)
-    )
+    return isinstance(x, str) or (isinstance(x, list | tuple) and len(x) > 0 and all(isinstance(t, str) for t in x))
 
 
 def _ids(model, given) -> tuple[Tensor, Tensor | None]:
@@ -110,9 +94,7 @@ def _ids(model, given) -> tuple[Tensor, Tensor | None]:
     else:
         raise TypeError(f"expected text, token ids or a tensor, got {type(given).__name__}")
     if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
-        raise TypeError(
-            f"token ids must be integers, got {ids.dtype}; embeddings go in as inputs_embeds=, streams with start_at_layer="
-        )
+        raise TypeError(f"token ids must be integers, got {ids.dtype}; embeddings go in as inputs_embeds=, streams with start_at_layer=")
     if ids.dim() == 1:
         ids = ids.unsqueeze(0)
         mask = mask if mask is None or mask.dim() == 2 else mask.unsqueeze(0)
@@ -123,9 +105,7 @@ def _ids(model, given) -> tuple[Tensor, Tensor | None]:
     outside = (ids < 0) | (ids >= vocab)
     if bool(outside.any()):
         row, column = outside.nonzero()[0].tolist()
-        raise ValueError(
-            f"token id {int(ids[row, column])} at [{row}, {column}] is outside the vocabulary: expected 0 <= id < {vocab}"
-        )
+        raise ValueError(f"token id {int(ids[row, column])} at [{row}, {column}] is outside the vocabulary: expected 0 <= id < {vocab}")
     return ids, mask
 
 
@@ -133,39 +113,25 @@ def _listed(model, given: Sequence) -> tuple[Tensor, Tensor | None]:
     """A list of ids, or a list of rows of ids -> (ids padded at the right, mask where the rows differ in length)."""
     are_rows = [isinstance(x, list | tuple) or getattr(x, "ndim", 0) > 0 for x in given]
     if any(are_rows) and not all(are_rows):
-        raise TypeError(
-            "token ids: got rows and single ids in one list; expected a list of ids, or a list of rows of ids"
-        )
-    rows = [
-        row.tolist() if hasattr(row, "tolist") else list(row)
-        for row in (given if any(are_rows) else [given])
-    ]
+        raise TypeError("token ids: got rows and single ids in one list; expected a list of ids, or a list of rows of ids")
+    rows = [row.tolist() if hasattr(row, "tolist") else list(row) for row in (given if any(are_rows) else [given])]
     for i, row in enumerate(rows):
         for x in row:
             if isinstance(x, bool | list | tuple) or not hasattr(x, "__index__"):
                 raise TypeError(f"token ids must be integers; row {i} holds {x!r}")
             if not -(1 << 63) <= int(x) < 1 << 63:
-                raise ValueError(
-                    f"token id {x} in row {i} is outside the vocabulary: expected 0 <= id < {model.config.vocab_size}"
-                )
+                raise ValueError(f"token id {x} in row {i} is outside the vocabulary: expected 0 <= id < {model.config.vocab_size}")
     width, pad = max(len(row) for row in rows), model.config.pad_token_id or 0
     ids = [[*map(int, row), *[pad] * (width - len(row))] for row in rows]
     mask = [[1] * len(row) + [0] * (width - len(row)) for row in rows]
-    ids, mask = (
-        torch.tensor(x, dtype=torch.int64, device=model.device).view(len(rows), width)
-        for x in (ids, mask)
-    )
+    ids, mask = (torch.tensor(x, dtype=torch.int64, device=model.device).view(len(rows), width) for x in (ids, mask))
     return ids, None if len({len(row) for row in rows}) == 1 else mask
 
 
 def _floating(model, x: Any, what: str, axes: str, shape: tuple[int | None, ...]) -> Tensor:
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise TypeError(
-            f"{what} must be a floating tensor [{axes}], got {getattr(x, 'dtype', type(x).__name__)}"
-        )
-    if x.dim() != len(shape) or any(
-        e is not None and e != g for e, g in zip(shape, x.shape, strict=True)
-    ):
+        raise TypeError(f"{what} must be a floating tensor [{axes}], got {getattr(x, 'dtype', type(x).__name__)}")
+    if x.dim() != len(shape) or any(e is not None and e != g for e, g in zip(shape, x.shape, strict=True)):
         expected = ", ".join("?" if e is None else str(e) for e in shape)
         raise ValueError(f"{what} has shape {list(x.shape)}; expected [{expected}] = [{axes}]")
     return x.to(device=model.device, dtype=model.dtype)
@@ -187,9 +153,7 @@ def _streams(model, x: Any, layer: int) -> Tensor:
     )
 
 
-def _valid(
-    mask, listed: Tensor | None, shape: tuple[int, int], device, past: list[int] | None
-) -> Tensor:
+def _valid(mask, listed: Tensor | None, shape: tuple[int, int], device, past: list[int] | None) -> Tensor:
     """[b s] bool, from an explicit mask, else from the lengths of ragged lists, else all ones."""
     if mask is None:
         if listed is None:
@@ -200,21 +164,15 @@ def _valid(
         mask = mask.unsqueeze(0)
     b, s = shape
     if mask.dim() != 2 or mask.shape[0] != b or mask.shape[1] < s:
-        raise ValueError(
-            f"attention_mask has shape {list(mask.shape)}; expected {list(shape)}, one value per token of this call"
-        )
+        raise ValueError(f"attention_mask has shape {list(mask.shape)}; expected {list(shape)}, one value per token of this call")
     if mask.is_complex() or not bool(((mask == 0) | (mask == 1)).all()):
-        raise ValueError(
-            "attention_mask must hold 0 (padding) and 1 (token) only; additive masks are not accepted"
-        )
+        raise ValueError("attention_mask must hold 0 (padding) and 1 (token) only; additive masks are not accepted")
     mask = mask.to(device=device, dtype=torch.bool)
     if mask.shape[1] > s:
         _agree(mask[:, :-s], past, shape)
         mask = mask[:, -s:]
     if listed is not None and not torch.equal(mask, listed.to(device=device, dtype=torch.bool)):
-        raise ValueError(
-            "attention_mask disagrees with the lengths of the rows given; leave it out, they are padded and masked for you"
-        )
+        raise ValueError("attention_mask disagrees with the lengths of the rows given; leave it out, they are padded and masked for you")
     broken = (mask[:, 1:] != mask[:, :-1]).sum(1) > 1
     if bool(broken.any()):
         row = int(broken.nonzero()[0])
@@ -233,6 +191,4 @@ def _agree(before: Tensor, past: list[int] | None, shape: tuple[int, int]) -> No
             f"{'there is no KV cache' if past is None else f'the KV cache holds {past}'}: pass the mask of this call's tokens"
         )
     if counts != past:
-        raise ValueError(
-            f"attention_mask counts {counts} earlier tokens per row; the KV cache holds {past}"
-        )
+        raise ValueError(f"attention_mask counts {counts} earlier tokens per row; the KV cache holds {past}")

@@ -82,9 +82,7 @@ class KnockingOut:
         if level == "entry" and set(closed) != set(CHANNELS):
             raise ValueError('knockout: channels= is for level="token"; an entry has one way')
         if before_topk and (level == "token" or heads is not None):
-            raise ValueError(
-                'knockout: before_topk= is for level="entry" and all heads, which share the choice'
-            )
+            raise ValueError('knockout: before_topk= is for level="entry" and all heads, which share the choice')
         asking, hidden = Positions(queries, "queries"), Positions(keys, "keys")
         only = None
         if heads is not None:
@@ -173,9 +171,7 @@ class _EntryKnockout(_Knockout):
     def mask_scores(self, scores: Tensor, hook: HookPoint) -> Tensor:
         entries = self.entries(hook.stage.call)
         keys = torch.nn.functional.pad(entries, (scores.shape[-1] - entries.shape[1], 0))
-        return scores.masked_fill(
-            self.where(self.queries.of(hook)) & keys[:, None, None, :], MASKED
-        )
+        return scores.masked_fill(self.where(self.queries.of(hook)) & keys[:, None, None, :], MASKED)
 
 
 class _TokenKnockout(_Knockout):
@@ -200,9 +196,7 @@ class _TokenKnockout(_Knockout):
             self.reads[f"{indexer}.indexer_head_weights"] = self.index_weights
         compressor = getattr(self.attention, "compressor", None)
         self.entries = _Copies(compressor, self.kind, keys, lambda slots: slots.compressor)
-        self.index = _Copies(
-            getattr(compressor, "indexer", None), self.kind, keys, lambda slots: slots.indexer
-        )
+        self.index = _Copies(getattr(compressor, "indexer", None), self.kind, keys, lambda slots: slots.indexer)
         # Of the run in progress: the choice without the keys, and the tokens that ask.
         self.chosen: Tensor | None = None
         self.rows: Tensor | None = None
@@ -230,9 +224,7 @@ class _TokenKnockout(_Knockout):
         """Index scores [b s e] without the keys, for the queries."""
         rows, call = self.queries.of(hook), hook.stage.call
         without = self.index.of(self.read.value, rows, self.layer, hook)
-        fresh = combine_heads(
-            index_head_scores(self.index_queries.value, without.values), self.index_weights.value
-        )
+        fresh = combine_heads(index_head_scores(self.index_queries.value, without.values), self.index_weights.value)
         edited = torch.where(without.affected.unsqueeze(1), fresh, scores)
         edited = edited.masked_fill(without.gone.unsqueeze(1), MASKED)
         if self.heads is None:
@@ -314,10 +306,7 @@ class _TokenKnockout(_Knockout):
             if other is self or other.layer != self.layer:
                 continue
             if bool((self.rows & other.queries.of(hook) & hook.valid).any()):
-                raise ValueError(
-                    f"two knockouts of layer {self.layer} share queries: give all keys of a query "
-                    "in one knockout"
-                )
+                raise ValueError(f"two knockouts of layer {self.layer} share queries: give all keys of a query in one knockout")
 
 
 class _Copies:

@@ -14,12 +14,8 @@ def next_token_loss(logits: Tensor, ids: Tensor, valid: Tensor, per_token: bool 
     """
     pairs = valid[:, 1:] & valid[:, :-1]
     if not bool(pairs.any()):
-        raise ValueError(
-            f"the loss needs a row of at least two tokens; the rows have {valid.sum(1).tolist()}"
-        )
+        raise ValueError(f"the loss needs a row of at least two tokens; the rows have {valid.sum(1).tolist()}")
     targets = ids[:, 1:].masked_fill(~pairs, 0)
-    each = torch.nn.functional.cross_entropy(
-        logits[:, :-1].transpose(1, 2), targets, reduction="none"
-    )
+    each = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), targets, reduction="none")
     each = each.masked_fill(~pairs, 0.0)
     return each if per_token else each.sum() / pairs.sum()

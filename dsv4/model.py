@@ -221,4 +221,3 @@ def _kept(n: int | None, s: int) -> int | None:
     if isinstance(n, bool) or not isinstance(n, int) or n < 0:
         raise ValueError(f"logits_to_keep={n!r}: expected a count >= 0 of each row's last real tokens")
     return min(n, s)
-

@@ -92,8 +92,7 @@ class Moe(Probed):
             outside = (written < 0) | (written >= self.experts.num_experts)
             if bool(outside.any()):
                 raise ValueError(
-                    f"{self.expert_indices.name} was given expert {int(written[outside][0])}; "
-                    f"expected 0 <= id < {self.experts.num_experts}"
+                    f"{self.expert_indices.name} was given expert {int(written[outside][0])}; expected 0 <= id < {self.experts.num_experts}"
                 )
         return written
 
@@ -123,7 +122,7 @@ class Moe(Probed):
 
     @property
     def scoring(self) -> str:
-        """"hash" on a hash block, the scoring function's name elsewhere."""
+        """ "hash" on a hash block, the scoring function's name elsewhere."""
         return self.router.scoring
 
     SCORING = scoring
@@ -155,4 +154,3 @@ def show(point, exact: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 KINDS = {"moe": Moe, "hash_moe": HashMoe}
-

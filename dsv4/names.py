@@ -98,9 +98,7 @@ def _explain(pattern: str, names: Sequence[str], absent: Absent | None) -> str:
     if hits := _matching(everywhere, list(lacking)):
         return f"{pattern!r} exists on no block: {lacking[hits[0]]}"
     if _matching(f"{everywhere}.**", names):
-        return (
-            f"{pattern!r} is a module, not a value: write {everywhere + '.**'!r} for all it holds"
-        )
+        return f"{pattern!r} is a module, not a value: write {everywhere + '.**'!r} for all it holds"
     templates = list(dict.fromkeys(map(_template, names)))
     pool = list(dict.fromkeys([*names, *templates]))
     near = difflib.get_close_matches(pattern, pool, NUM_SUGGESTED, 0.5)

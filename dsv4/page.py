@@ -72,10 +72,7 @@ def page_data(cache: ActivationCache, row: int = 0) -> dict[str, Any]:
     """What the page shows, as plain numbers and words."""
     read = Reading(cache)
     if not (read.has_rows and read.has_tokens):
-        raise ValueError(
-            "the page needs a cache with its batch and token axes: run without pos=, and before "
-            "remove_batch_dim()"
-        )
+        raise ValueError("the page needs a cache with its batch and token axes: run without pos=, and before remove_batch_dim()")
     read.require(["input_ids"], "page")
     model, cells = read.model, Cells.of(read, MAX_CELLS, row)
     answers = model.lm_head(cells.at(read["final_norm_output"])).softmax(-1).max(-1)
@@ -83,9 +80,7 @@ def page_data(cache: ActivationCache, row: int = 0) -> dict[str, Any]:
     ids[row, cells.last] = answers.indices.cpu()
     whole = cache.residual.logit_attribution(ids)
     split = cache.residual.logit_attribution(ids, unit="head")
-    heads = min(
-        model.num_heads, max(MAX_PATTERN_BYTES // (2 * len(cells) ** 2 * len(read.layers)) - 1, 0)
-    )
+    heads = min(model.num_heads, max(MAX_PATTERN_BYTES // (2 * len(cells) ** 2 * len(read.layers)) - 1, 0))
     best, tokens, _ = lens_top(cache, cells.last, NUM_BEST, row)
     return {
         "words": [printable(word) for word in cells.labels],
@@ -93,10 +88,7 @@ def page_data(cache: ActivationCache, row: int = 0) -> dict[str, Any]:
         "positions": [cells.positions[end - 1] for end in cells.ends],
         "tokens": len(cells.words),
         "note": cells.note,
-        "answers": [
-            [printable(w), number(p)]
-            for w, p in zip(spell(model, answers.indices.tolist()), answers.values, strict=True)
-        ],
+        "answers": [[printable(w), number(p)] for w, p in zip(spell(model, answers.indices.tolist()), answers.values, strict=True)],
         "streams": model.streams,
         "heads": heads,
         "allHeads": model.num_heads,
@@ -106,38 +98,22 @@ def page_data(cache: ActivationCache, row: int = 0) -> dict[str, Any]:
         "scale": SCALE,
         "blocks": [block_data(read, cells, i, heads, split) for i in read.layers],
         "lens": [
-            [
-                [
-                    [printable(w), number(p)]
-                    for w, p in zip(spell(model, t.tolist()), b, strict=True)
-                ]
-                for t, b in zip(*layer, strict=True)
-            ]
+            [[[printable(w), number(p)] for w, p in zip(spell(model, t.tolist()), b, strict=True)] for t, b in zip(*layer, strict=True)]
             for layer in zip(tokens, best, strict=True)
         ],
         "attribution": {
-            "labels": [
-                " ".join(map(str, x)) if isinstance(x[0], str) else f"block {x[0]} {x[1]}"
-                for x in whole.labels
-            ],
-            "blocks": [
-                read.layers.index(x[0]) if x[0] in read.layers else -1 for x in whole.labels
-            ],
+            "labels": [" ".join(map(str, x)) if isinstance(x[0], str) else f"block {x[0]} {x[1]}" for x in whole.labels],
+            "blocks": [read.layers.index(x[0]) if x[0] in read.layers else -1 for x in whole.labels],
             "values": numbers(whole.values[:, row][:, cells.last]),
             "total": numbers(whole.total[row, cells.last]),
         },
     }
 
 
-def block_data(
-    read: Reading, cells: Cells, layer: int, heads: int, split: Attribution
-) -> dict[str, Any]:
+def block_data(read: Reading, cells: Cells, layer: int, heads: int, split: Attribution) -> dict[str, Any]:
     model = read.model
     mixing = {
-        site: {
-            part: numbers(cells.at(read.of(f"{site}_{part}", layer)))
-            for part in ("pre", "post", "comb")
-        }
+        site: {part: numbers(cells.at(read.of(f"{site}_{part}", layer))) for part in ("pre", "post", "comb")}
         | {"norm": numbers(cells.at(read.of(f"{site}_output", layer)).float().norm(dim=-1))}
         for site in SITES
     }
@@ -148,11 +124,7 @@ def block_data(
     scoring = model.layers[layer].mlp.scoring
     margins = read.cache.moe.router_margin(layer)[layer] if scoring != "hash" else None
     weights, order = cells.at(read.of("expert_weights", layer)).sort(-1, descending=True)
-    own = [
-        i
-        for i, label in enumerate(split.labels)
-        if len(label) == 3 and label[:2] == (layer, "attention") and label[2] != "rest"
-    ]
+    own = [i for i, label in enumerate(split.labels) if len(label) == 3 and label[:2] == (layer, "attention") and label[2] != "rest"]
     return {
         "layer": layer,
         "kind": {CSA: "CSA", HCA: "HCA"}.get(model.layer_types[layer], "sliding"),

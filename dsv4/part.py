@@ -74,8 +74,7 @@ class Positions:
         places = places.view(1, -1) if places.dim() < 2 else places
         if len(places) not in (1, rows):
             raise ValueError(
-                f"{self.what} has shape {list(places.shape)}; expected [n] or [{rows}, n], "
-                "one row of positions for each row of the batch"
+                f"{self.what} has shape {list(places.shape)}; expected [n] or [{rows}, n], one row of positions for each row of the batch"
             )
         places = torch.where(places < 0, places + lengths.unsqueeze(1), places)
         # One column for each position of the call, and a last one for what lies outside.
@@ -100,8 +99,7 @@ class Positions:
         yield
         if self._asked and not self._met:
             warnings.warn(
-                f"{self.what}={self.given} met no token of any run made inside; positions count "
-                "from each row's first real token",
+                f"{self.what}={self.given} met no token of any run made inside; positions count from each row's first real token",
                 UserWarning,
                 stacklevel=4,
             )
@@ -118,9 +116,7 @@ def over_tokens(mask: Tensor, point: HookPoint) -> Tensor:
 def check_tokens(point: HookPoint, positions: Positions) -> None:
     """ValueError when positions are asked of a value that has no token axis."""
     if positions.given is not None and "s" not in point.axes.split():
-        raise ValueError(
-            f"{point.name} [{point.axes}] has no token axis: leave {positions.what}= out there"
-        )
+        raise ValueError(f"{point.name} [{point.axes}] has no token axis: leave {positions.what}= out there")
 
 
 def indices_of(what: str, chosen, size: int) -> list[int]:
@@ -140,10 +136,7 @@ def part_axis(point: HookPoint, part: str) -> str:
     words = point.axes.split()
     found = [word for word in PART_AXES[part] if word in words]
     if not found:
-        raise ValueError(
-            f"{point.name} [{point.axes}] has no axis of {part}: leave {part}= out there, or name "
-            "a value that has one"
-        )
+        raise ValueError(f"{point.name} [{point.axes}] has no axis of {part}: leave {part}= out there, or name a value that has one")
     if words.count(found[0]) > 1:
         raise ValueError(f"{point.name} [{point.axes}] has two axes of {part}: edit it in a hook")
     return found[0]

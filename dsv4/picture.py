@@ -8,9 +8,7 @@ from torch import Tensor
 from dsv4.config import CSA
 from dsv4.findings import PROBABILITIES, SCORES, SELECTION, STREAM_WEIGHTS, Findings, Scene
 
-NOT_INSTALLED = (
-    "PICTURE  none: matplotlib is not installed; `pip install matplotlib` or dsv4's extra `demo`"
-)
+NOT_INSTALLED = "PICTURE  none: matplotlib is not installed; `pip install matplotlib` or dsv4's extra `demo`"
 STRONG, FAINT, EDITED = "#c44e52", "#b8c4d6", "#4c72b0"
 # Long prompts are shown by their end, many entries by the best of them.
 MAX_TOKENS, MAX_ENTRIES, MAX_HEADS, MAX_WORDS, MAX_LABEL = 72, 18, 16, 5, 24
@@ -117,11 +115,7 @@ def draw_window(axes, scene: Scene) -> None:
 def draw_edits(axes, findings: Findings) -> None:
     scene, ablation, steering = findings.scene, findings.ablation, findings.steering
     answer = scene.word(scene.answer)
-    edits = [
-        (f"block {pick.layer} without entry {pick.entry}", pick.dropped)
-        for pick in findings.picks
-        if pick.dropped is not None
-    ]
+    edits = [(f"block {pick.layer} without entry {pick.entry}", pick.dropped) for pick in findings.picks if pick.dropped is not None]
     edits.append((f"block {ablation.layer} without expert {ablation.expert}", ablation.outcome))
     edits.append((f"block {steering.layer} steered", steering.outcome))
     plain = float(scene.probabilities[-1, scene.answer])
@@ -131,11 +125,7 @@ def draw_edits(axes, findings: Findings) -> None:
     said = ["", *("" if edit.best == answer else f"  {edit.best!r}" for _, edit in edits)]
     for i, (length, best) in enumerate(zip(lengths, said, strict=True)):
         inside = length > 0.5
-        place = (
-            {"x": length - 0.02, "ha": "right", "color": "white"}
-            if inside
-            else {"x": length + 0.02}
-        )
+        place = {"x": length - 0.02, "ha": "right", "color": "white"} if inside else {"x": length + 0.02}
         axes.text(y=i, s=label(f"{length:.4f}{best}"), va="center", **place)
     axes.set_xlim(0, 1)
     axes.set_ylim(len(lengths) - 0.5, -0.5)
@@ -181,9 +171,7 @@ def draw_routing(axes, scene: Scene) -> None:
     first, model = max(len(scene.words) - MAX_TOKENS, 0), scene.model
     layers = range(model.num_layers)
     slots = [scene.routing["expert_weights", i][0, first:].argmax(-1, keepdim=True) for i in layers]
-    chosen = torch.cat(
-        [scene.routing["expert_indices", i][0, first:].gather(-1, slots[i]) for i in layers], dim=-1
-    ).T.tolist()
+    chosen = torch.cat([scene.routing["expert_indices", i][0, first:].gather(-1, slots[i]) for i in layers], dim=-1).T.tolist()
     is_few = model.num_experts <= MAX_COLOURS
     colours = ("Set3", MAX_COLOURS) if is_few else ("viridis", model.num_experts)
     image = axes.imshow(chosen, aspect="auto", cmap=colours[0], vmin=-0.5, vmax=colours[1] - 0.5)

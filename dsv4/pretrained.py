@@ -17,7 +17,7 @@ from dsv4.float32 import Float32
 from dsv4.generate import read_generation_config
 from dsv4.kernels import grouped_experts, sparse_attention
 from dsv4.kernels.backend import BACKENDS, available
-from dsv4.linear import Fp8BlockDiagonalLinear, Fp8Linear, BlockDiagonalLinear, Linear
+from dsv4.linear import BlockDiagonalLinear, Fp8BlockDiagonalLinear, Fp8Linear, Linear
 from dsv4.rope import Rotary
 from dsv4.table import Table
 from dsv4.text import Tokenizer

@@ -41,9 +41,7 @@ class Recorded:
         value, positions, held = cache[name], cache.positions, cache.axes[name].split()
         if isinstance(value, list):
             if SELECTION not in axes:
-                raise ValueError(
-                    f"{name} is a list of steps in this cache: generate with align=True"
-                )
+                raise ValueError(f"{name} is a list of steps in this cache: generate with align=True")
             width = max(step.shape[-1] for step in value)
             pad = torch.nn.functional.pad
             steps = [pad(step, (0, width - step.shape[-1]), value=-1) for step in value]
@@ -58,8 +56,7 @@ class Recorded:
             value = value if "s" in held else value.unsqueeze(place)
             if value.shape[place] != positions.shape[1]:
                 raise ValueError(
-                    f"{name} holds {value.shape[place]} tokens in this cache of "
-                    f"{positions.shape[1]}: capture it without logits_to_keep"
+                    f"{name} holds {value.shape[place]} tokens in this cache of {positions.shape[1]}: capture it without logits_to_keep"
                 )
         return cls(name, value, axes, positions)
 
@@ -73,9 +70,7 @@ class Replay:
         self.kind = None if point.layer is None else config.layer_types[point.layer]
         self.rate = None if point.layer is None else config.rate(point.layer)
 
-    def find(
-        self, value: Tensor, hook: HookPoint, rows: Sequence[int] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def find(self, value: Tensor, hook: HookPoint, rows: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
         """(what the cache has for each element, whether it has it), both of the value's shape.
 
         rows: the row of the cache that each row of the run takes. None: row r takes row r, or all
@@ -97,8 +92,7 @@ class Replay:
                 stored = _gather(stored, axis, index.clamp(min=0).expand(shape))
         if stored.shape != value.shape:
             raise ValueError(
-                f"{hook.name} is {list(value.shape)} in this run and {list(stored.shape)} in the "
-                "cache: it is of another model"
+                f"{hook.name} is {list(value.shape)} in this run and {list(stored.shape)} in the cache: it is of another model"
             )
         return stored.to(value.dtype), found
 
@@ -108,8 +102,7 @@ class Replay:
             return held[list(rows)], positions[list(rows)]
         if len(held) not in (1, count):
             raise ValueError(
-                f"{self.recorded.name}: the cache holds {len(held)} rows, the run {count}; give a "
-                "cache of one row or of as many"
+                f"{self.recorded.name}: the cache holds {len(held)} rows, the run {count}; give a cache of one row or of as many"
             )
         return held.expand(count, *held.shape[1:]), positions.expand(count, -1)
 
@@ -127,10 +120,7 @@ class Replay:
         width = int(past.clamp(max=self.window - 1).amax())
         last = 0 if self.rate is None else size - width - positions.shape[1]
         if last != (0 if self.rate is None else int(self._entries(positions).amax())):
-            raise ValueError(
-                f"the key axis of {self.recorded.name} is longer than the tokens this cache "
-                "holds: capture it without pos="
-            )
+            raise ValueError(f"the key axis of {self.recorded.name} is longer than the tokens this cache holds: capture it without pos=")
         earlier = past.unsqueeze(1) - torch.arange(width, 0, -1, device=past.device)
         tokens = torch.cat((earlier.clamp(min=-1), positions), dim=1)
         index = _match(call.token_positions, tokens)

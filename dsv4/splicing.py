@@ -52,8 +52,7 @@ class Splicing:
         taken = [point.name for point in points.values() if point.name]
         if taken:
             raise ValueError(
-                f"splice: the module is spliced in already, as {taken[0]}; its values have one "
-                "name each: splice a copy.deepcopy of it"
+                f"splice: the module is spliced in already, as {taken[0]}; its values have one name each: splice a copy.deepcopy of it"
             )
         put = _Splice(read, written, module, list(points.values()), use_error_term)
         with ExitStack() as stack:
@@ -72,8 +71,7 @@ class Splicing:
             meant = self.match_names(part)
             if len(meant) != 1:
                 raise ValueError(
-                    f"splice: {part!r} means {len(meant)} values, expected one; nest several "
-                    "splices, each with a module of its own"
+                    f"splice: {part!r} means {len(meant)} values, expected one; nest several splices, each with a module of its own"
                 )
             point = self.hook_dict[meant[0]]
             if point.dtype == "i" or (part is pair[1] and point.read_only):
@@ -82,10 +80,7 @@ class Splicing:
             found.append(point.name)
         order = list(self.hook_dict)
         if order.index(found[0]) > order.index(found[1]):
-            raise ValueError(
-                f"splice: {found[0]} comes after {found[1]} in a forward; expected (value read, "
-                "value replaced) in that order"
-            )
+            raise ValueError(f"splice: {found[0]} comes after {found[1]} in a forward; expected (value read, value replaced) in that order")
         return found[0], found[1]
 
     @contextmanager
@@ -134,10 +129,7 @@ class _Splice:
         made = self.module(x if self.dtype is None else x.to(self.dtype))
         if not isinstance(made, Tensor) or made.shape != value.shape:
             got = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
-            raise ValueError(
-                f"the module spliced in at {self.written} returned {got}; expected a tensor "
-                f"{list(value.shape)}"
-            )
+            raise ValueError(f"the module spliced in at {self.written} returned {got}; expected a tensor {list(value.shape)}")
         return made
 
     def _unedited(self, x: Tensor, value: Tensor, made: Tensor) -> Tensor:
@@ -173,8 +165,5 @@ class _Source(Last):
     def take(self, name: str, hook: HookPoint) -> Tensor:
         value, self.value = self.value, None
         if value is None or self.run != hook.stage.runs:
-            raise ValueError(
-                f"the module spliced in at {hook.name} reads {name}, which this run did not "
-                "compute: start before it"
-            )
+            raise ValueError(f"the module spliced in at {hook.name} reads {name}, which this run did not compute: start before it")
         return value

@@ -41,15 +41,9 @@ class Span:
         """Why a run over this span does not reach a value; None when it does."""
         if name == "input_ids":
             return None if self.has_ids else "the call was given no input_ids"
-        if self.start is not None and (
-            name == "token_embeddings" or (layer is not None and layer < self.start)
-        ):
+        if self.start is not None and (name == "token_embeddings" or (layer is not None and layer < self.start)):
             return f"start_at_layer={self.start}"
-        if (
-            self.stop is not None
-            and name not in BEFORE_BLOCKS
-            and (layer is None or layer >= self.stop)
-        ):
+        if self.stop is not None and name not in BEFORE_BLOCKS and (layer is None or layer >= self.stop):
             return f"stop_at_layer={self.stop}"
         return f"skip_layers({sorted(self.skipped)})" if layer in self.skipped else None
 
@@ -112,9 +106,7 @@ class Stage:
             kind, otherwise = UNREACHED[handle.direction]
             why = span.missing(name, layer) or otherwise
             # The caller's line lies above this function, forward and the two frames of Module.__call__.
-            warnings.warn(
-                f"the {kind} at {name} never fired in this run: {why}", UserWarning, stacklevel=5
-            )
+            warnings.warn(f"the {kind} at {name} never fired in this run: {why}", UserWarning, stacklevel=5)
 
     @contextmanager
     def replay(self, call, kept: Tensor | None, step: int) -> Iterator[None]:

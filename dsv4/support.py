@@ -28,23 +28,17 @@ def support(config: Dsv4Config, layer: int | None = None) -> Table:
     The whole model's table also answers `table["layers.3.mlp.expert_weights"]`, and both answer a leaf name.
     """
     if layer is None:
-        rows = [
-            _over_layers(config, v) if v.module else _row(v, v.name, None) for v in VALUES.values()
-        ]
+        rows = [_over_layers(config, v) if v.module else _row(v, v.name, None) for v in VALUES.values()]
         return Table(rows, title="values of the model", find=lambda name: _find(config, rows, name))
     if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < config.num_layers:
         raise ValueError(f"layer {layer!r}: expected 0 <= layer < {config.num_layers}")
-    rows = [
-        _of_layer(config, v, layer) if v.module else _row(v, v.name, None) for v in VALUES.values()
-    ]
+    rows = [_of_layer(config, v, layer) if v.module else _row(v, v.name, None) for v in VALUES.values()]
     return Table(rows, title=f"values of layer {layer}", find=lambda name: _by_leaf(rows, name))
 
 
 def _row(value: Value, name: str, reason: str | None, available: bool | None = None) -> Support:
     available = reason is None if available is None else available
-    return Support(
-        name, value.layout, value.axes, value.dtype, value.read, value.edit, available, reason
-    )
+    return Support(name, value.layout, value.axes, value.dtype, value.read, value.edit, available, reason)
 
 
 def _of_layer(config: Dsv4Config, value: Value, layer: int) -> Support:
@@ -70,12 +64,7 @@ def _by_leaf(rows: list[Support], name: str) -> Support | None:
 def _find(config: Dsv4Config, rows: list[Support], name: str) -> Support | None:
     parts = name.split(".")
     value = VALUES.get(parts[-1])
-    if (
-        value is not None
-        and value.module
-        and len(parts) > 2
-        and parts[1] in map(str, range(config.num_layers))
-    ):
+    if value is not None and value.module and len(parts) > 2 and parts[1] in map(str, range(config.num_layers)):
         row = _of_layer(config, value, int(parts[1]))
         return row if row.name == name else None
     return _by_leaf(rows, name)

@@ -12,9 +12,7 @@ class Table:
     `find` turns a name that is no row's into a row or None (support() answers for single layers that way).
     """
 
-    def __init__(
-        self, rows: Sequence[Any], *, title: str = "", find: Callable[[str], Any] | None = None
-    ):
+    def __init__(self, rows: Sequence[Any], *, title: str = "", find: Callable[[str], Any] | None = None):
         self.rows = list(rows)
         self.title = title
         self._find = find
@@ -36,9 +34,7 @@ class Table:
         return found
 
     def __contains__(self, name: str) -> bool:
-        return any(row.name == name for row in self.rows) or (
-            self._find is not None and self._find(name) is not None
-        )
+        return any(row.name == name for row in self.rows) or (self._find is not None and self._find(name) is not None)
 
     def __str__(self) -> str:
         if not self.rows:
@@ -46,10 +42,7 @@ class Table:
         fields = [f.name for f in dataclasses.fields(self.rows[0])]
         lines = [fields, *[[_cell(getattr(row, f)) for f in fields] for row in self.rows]]
         widths = [max(len(line[i]) for line in lines) for i in range(len(fields))]
-        text = [
-            "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
-            for line in lines
-        ]
+        text = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
         return "\n".join([self.title, *text] if self.title else text)
 
     __repr__ = __str__

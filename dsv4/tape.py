@@ -124,9 +124,7 @@ class Tape:
                     _write(tape.held[r : r + 1], new[r : r + 1], *places[r])
             return tape
 
-    def _with_room(
-        self, before: Sequence[int], after: Sequence[int], oldest: Sequence[int], most: int
-    ) -> "Tape":
+    def _with_room(self, before: Sequence[int], after: Sequence[int], oldest: Sequence[int], most: int) -> "Tape":
         is_shared = min(oldest) < self.edge
         first = tuple(max(number, self.edge) for number in oldest)
         columns = max(a - f for a, f in zip(after, first, strict=True))

@@ -82,12 +82,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     difference = (actual - expected).masked_fill(same_infinity, 0.0).abs()
     if difference.numel() == 0:
         return 0.0
-    size = (
-        expected.masked_fill(expected.isinf(), 0.0)
-        .abs()
-        .max()
-        .clamp(min=torch.finfo(torch.float32).tiny)
-    )
+    size = expected.masked_fill(expected.isinf(), 0.0).abs().max().clamp(min=torch.finfo(torch.float32).tiny)
     return (difference.max() / size).item()
 
 
@@ -95,14 +90,10 @@ def assert_close(actual: Tensor, expected: Tensor, limit: str, what: str = "") -
     """AssertionError unless shapes agree, nothing is NaN, infinities stand in the same places and
     the error is within LIMITS[limit].
     """
-    assert actual.shape == expected.shape, (
-        f"{what}: shape {list(actual.shape)}, expected {list(expected.shape)}"
-    )
+    assert actual.shape == expected.shape, f"{what}: shape {list(actual.shape)}, expected {list(expected.shape)}"
     a, e = actual.detach().double(), expected.detach().double()
     assert not bool(e.isnan().any()), f"{what}: the expected value holds NaN"
-    assert not bool(a.isnan().any()), (
-        f"{what}: {int(a.isnan().sum())} of {a.numel()} values are NaN"
-    )
+    assert not bool(a.isnan().any()), f"{what}: {int(a.isnan().sum())} of {a.numel()} values are NaN"
     infinite = a.isinf() | e.isinf()
     assert torch.equal(a[infinite], e[infinite]), f"{what}: infinities stand elsewhere"
     a, e = a.masked_fill(infinite, 0.0), e.masked_fill(infinite, 0.0)
@@ -113,9 +104,7 @@ def assert_close(actual: Tensor, expected: Tensor, limit: str, what: str = "") -
     assert error <= allowed, f"{what}: error {error:.3g}, limit {allowed:.3g} ({limit})"
 
 
-def assert_gradients_close(
-    actual: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], limit: str
-) -> None:
+def assert_gradients_close(actual: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], limit: str) -> None:
     """The error of each parameter's gradient; None counts as zeros (no entry was closed, so
     nothing reached the compressor).
 
@@ -176,9 +165,7 @@ def random_config(draw: random.Random, **fixed) -> Dsv4Config:
         "hc_eps": draw.choice((1e-6, 1e-6, 1e-2)),
         "rms_norm_eps": draw.choice((1e-6, 1e-5)),
         "max_position_embeddings": 4096,
-        "rope_parameters": {
-            kind: random_rope(draw, theta) for kind, theta in (("main", 1e4), ("compress", 16e4))
-        },
+        "rope_parameters": {kind: random_rope(draw, theta) for kind, theta in (("main", 1e4), ("compress", 16e4))},
         "num_nextn_predict_layers": 0,
     }
     return Dsv4Config(**values | fixed)
@@ -203,9 +190,7 @@ def fault_config(**overrides) -> Dsv4Config:
     """One block of each kind and a second CSA block, two of them hash: short inputs pass every
     boundary.
     """
-    return Dsv4Config.tiny(
-        **{"layer_types": (SLIDING, CSA, HCA, CSA), "num_hash_layers": 2} | overrides
-    )
+    return Dsv4Config.tiny(**{"layer_types": (SLIDING, CSA, HCA, CSA), "num_hash_layers": 2} | overrides)
 
 
 def random_ids(config: Dsv4Config, rows: int, tokens: int, seed: int = 0) -> Tensor:
@@ -231,10 +216,7 @@ def twin(model: Dsv4):
     config = DeepseekV4Config(**model.config.to_hf("transformers"))
     config._attn_implementation = config._experts_implementation = "eager"
     theirs = DeepseekV4ForCausalLM(config)
-    tensors = {
-        from_place("transformers", Place(name)): tensor
-        for name, tensor in model.state_dict().items()
-    }
+    tensors = {from_place("transformers", Place(name)): tensor for name, tensor in model.state_dict().items()}
     theirs.load_state_dict(tensors, strict=True, assign=True)
     return theirs.eval()
 
@@ -260,9 +242,7 @@ def choices_of(theirs) -> Iterator[dict[str, Tensor]]:
         return output[2].view(*args[0].shape[:2], -1)
 
     for i, layer in enumerate(theirs.model.layers):
-        handles.append(
-            layer.mlp.gate.register_forward_hook(keep(f"layers.{i}.mlp.expert_indices", per_token))
-        )
+        handles.append(layer.mlp.gate.register_forward_hook(keep(f"layers.{i}.mlp.expert_indices", per_token)))
         indexer = getattr(layer.self_attn.compressor, "indexer", None)
         if indexer is not None:
             name = f"layers.{i}.self_attn.compressor.indexer.indexer_selection"
@@ -325,9 +305,7 @@ def agree(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Agreement
             leaf = name.rsplit(".", 1)[-1]
             scores = ours[name.replace(leaf, SCORES_OF[leaf])]
             gap = boundary_gap(scores, ours[name].shape[-1])[differs]
-            assert bool((gap <= NEAR_TIE).all()), (
-                f"{name} differs in {len(gap)} rows that do not tie: gaps {gap.tolist()[:5]}"
-            )
+            assert bool((gap <= NEAR_TIE).all()), f"{name} differs in {len(gap)} rows that do not tie: gaps {gap.tolist()[:5]}"
             ties += int((gap > 0).sum())
         touched = (touched | differs).cummax(dim=1).values
     return Agreement(~touched, ties, rows)

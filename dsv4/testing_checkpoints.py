@@ -75,9 +75,7 @@ class Made:
     expected: dict[str, Tensor]
 
 
-def make_checkpoint(
-    folder: Path, config: Dsv4Config, recipe: Recipe = Recipe(), *, seed: int = 0
-) -> Made:
+def make_checkpoint(folder: Path, config: Dsv4Config, recipe: Recipe = Recipe(), *, seed: int = 0) -> Made:
     """Write a random checkpoint of that config into `folder`."""
     random = torch.Generator().manual_seed(seed)
     stored: dict[str, Tensor] = {}
@@ -90,13 +88,9 @@ def make_checkpoint(
             weight, scale, value = _tensor(name, spec, shape, kind, recipe, config, random)
             stored[_name(recipe.scheme, place)] = weight
             if scale is not None:
-                stored[
-                    _name(recipe.scheme, dataclasses.replace(place, name=names.scale_of(name)))
-                ] = scale
+                stored[_name(recipe.scheme, dataclasses.replace(place, name=names.scale_of(name)))] = scale
             values.append(value)
-        expected[name] = (
-            values[0] if len(values) == 1 and "experts." not in name else _stack(values, spec)
-        )
+        expected[name] = values[0] if len(values) == 1 and "experts." not in name else _stack(values, spec)
     stored |= _extras(config, recipe, random)
     write_files(folder, stored, recipe.num_shards)
     style = "official" if recipe.scheme == "official" else "transformers"
@@ -137,10 +131,7 @@ def fp4_values(packed: Tensor, scale: Tensor) -> Tensor:
     """[o, i/2] bytes and [o, i/32] scales -> float64, by the definition."""
     byte = packed.view(torch.uint8).long()
     codes = torch.stack((byte % 16, byte // 16), dim=-1).flatten(1)
-    values = (
-        torch.tensor(E2M1, dtype=torch.float64)[codes % 8]
-        * torch.where(codes >= 8, -1.0, 1.0).double()
-    )
+    values = torch.tensor(E2M1, dtype=torch.float64)[codes % 8] * torch.where(codes >= 8, -1.0, 1.0).double()
     return values * scale_values(scale)[:, torch.arange(codes.shape[1]) // 32]
 
 
@@ -179,30 +170,22 @@ def _name(scheme: Scheme, place: Place) -> str:
     return name
 
 
-def _tensor(
-    name, spec, shape, kind, recipe: Recipe, config: Dsv4Config, random
-) -> tuple[Tensor, Tensor | None, Tensor]:
+def _tensor(name, spec, shape, kind, recipe: Recipe, config: Dsv4Config, random) -> tuple[Tensor, Tensor | None, Tensor]:
     """(stored, its scale or None, its values)."""
     if kind == "I64":
         ids = torch.randint(config.n_routed_experts, shape, generator=random)
         return ids, None, ids
     if kind in ("BF16", "F32"):
         # As wide as the other random models of the tests: norms around one.
-        values = torch.randn(shape, generator=random) * (0.2 if spec.is_norm else 0.25) + (
-            1.0 if spec.is_norm else 0.0
-        )
+        values = torch.randn(shape, generator=random) * (0.2 if spec.is_norm else 0.25) + (1.0 if spec.is_norm else 0.0)
         values = values.to(torch.bfloat16 if kind == "BF16" else torch.float32)
         return values, None, values.double()
     if len(shape) == 3:
-        parts = [
-            _tensor(name, spec, shape[1:], kind, recipe, config, random) for _ in range(shape[0])
-        ]
+        parts = [_tensor(name, spec, shape[1:], kind, recipe, config, random) for _ in range(shape[0])]
         codes, scales, values = zip(*parts, strict=True)
         return _stack_bytes(codes), _stack_bytes(scales), torch.stack(values)
     if kind == "FP4":
-        packed = torch.randint(
-            -128, 128, (shape[0], shape[1] // 2), dtype=torch.int8, generator=random
-        )
+        packed = torch.randint(-128, 128, (shape[0], shape[1] // 2), dtype=torch.int8, generator=random)
         scale = _scale((shape[0], shape[1] // 32), "E8M0", random)
         return packed, scale, fp4_values(packed, scale)
     byte = torch.randint(256, shape, dtype=torch.uint8, generator=random)
@@ -216,17 +199,11 @@ def _scale(shape: tuple[int, ...], dtype: str, random) -> Tensor:
     # e4m3 codes go up to 448, so these leave weights of ordinary size.
     if dtype == "F32":
         return torch.rand(shape, generator=random) * 2**-9 + 2**-11
-    return torch.randint(116, 121, shape, dtype=torch.uint8, generator=random).view(
-        torch.float8_e8m0fnu
-    )
+    return torch.randint(116, 121, shape, dtype=torch.uint8, generator=random).view(torch.float8_e8m0fnu)
 
 
 def _stack(values: list[Tensor], spec: Spec) -> Tensor:
-    return (
-        torch.stack(values).reshape(spec.shape)
-        if len(values) > 1
-        else values[0].reshape(spec.shape)
-    )
+    return torch.stack(values).reshape(spec.shape) if len(values) > 1 else values[0].reshape(spec.shape)
 
 
 def _stack_bytes(tensors: tuple[Tensor, ...]) -> Tensor:
@@ -252,9 +229,7 @@ def _extras(config: Dsv4Config, recipe: Recipe, random) -> dict[str, Tensor]:
         side = math.ceil(width / 128)
         extras[f"mtp.0.{projection}.scale"] = _scale((side, side), "E8M0", random)
     if recipe.vision:
-        extras |= {
-            name: torch.randn(shape, generator=random).bfloat16() for name, shape in VISION_EXTRAS
-        }
+        extras |= {name: torch.randn(shape, generator=random).bfloat16() for name, shape in VISION_EXTRAS}
         for layer, kind in enumerate(config.mlp_layer_types):
             bias = torch.randn(config.n_routed_experts, generator=random)
             extras[f"layers.{layer}.ffn.gate.bias_vl"] = bias

@@ -133,9 +133,7 @@ class Resources:
 COUNTED = ("wgmma.mma_async", "mma.sync", "tcgen05.mma", "cp.async.c")
 
 
-def resources(
-    kernel, types: Mapping[str, str], options: Mapping, capability: int, aligned: tuple[str, ...]
-) -> Resources:
+def resources(kernel, types: Mapping[str, str], options: Mapping, capability: int, aligned: tuple[str, ...]) -> Resources:
     """Compile for a CUDA capability (90 for sm_90) that need not be here.
 
     Args:
@@ -150,11 +148,7 @@ def resources(
     constants = {name: value for name, value in options.items() if name in names}
     rest = {name: value for name, value in options.items() if name not in names}
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
-    hints = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(names)
-        if signature[name].startswith("*") or name in aligned
-    }
+    hints = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*") or name in aligned}
     source = ASTSource(kernel, signature, constants, hints)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=rest)
     ptx = compiled.asm["ptx"]

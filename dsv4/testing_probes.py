@@ -100,8 +100,4 @@ def calls_counted(model: Dsv4) -> Iterator[list[str]]:
 
 def spelled(model: Dsv4) -> list[str]:
     """Paths of the modules that would take the spelled-out way now."""
-    return [
-        path
-        for path, module in model.named_modules()
-        if isinstance(module, Probed) and module.spelled_out
-    ]
+    return [path for path, module in model.named_modules() if isinstance(module, Probed) and module.spelled_out]

@@ -55,9 +55,7 @@ class Tokenizer:
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     pad_token_id: int = 0
-    why_absent: str = (
-        "this model has no tokenizer: give token ids, or load a folder with a tokenizer.json"
-    )
+    why_absent: str = "this model has no tokenizer: give token ids, or load a folder with a tokenizer.json"
     files: tuple[Path, ...] = ()
 
     @property
@@ -96,9 +94,7 @@ class Tokenizer:
             pad_token_id=next(i for i in (pad, eos, 0) if i is not None and 0 <= i < size),
         )
 
-    def to_tokens(
-        self, text: Text, prepend_bos: bool = False, padding_side: Side = "right"
-    ) -> Tensor:
+    def to_tokens(self, text: Text, prepend_bos: bool = False, padding_side: Side = "right") -> Tensor:
         """A text or a list of texts -> ids [b, s] int64 on the CPU; b is 1 for a single text.
 
         prepend_bos=True: each row starts with exactly one BOS, also when its text already starts
@@ -108,9 +104,7 @@ class Tokenizer:
         """
         return self.to_tokens_and_mask(text, prepend_bos, padding_side).ids
 
-    def to_tokens_and_mask(
-        self, text: Text, prepend_bos: bool = False, padding_side: Side = "right"
-    ) -> TokenBatch:
+    def to_tokens_and_mask(self, text: Text, prepend_bos: bool = False, padding_side: Side = "right") -> TokenBatch:
         """As `to_tokens`, with the attention mask [b, s] that tells tokens from padding."""
         if padding_side not in ("right", "left"):
             raise ValueError(f"padding_side is {padding_side!r}; it is 'right' or 'left'")
@@ -135,9 +129,7 @@ class Tokenizer:
         texts = [self._decode(row) for row in rows]
         return texts if is_batch else texts[0]
 
-    def to_str_tokens(
-        self, text: Text | Ids, prepend_bos: bool = False
-    ) -> list[str] | list[list[str]]:
+    def to_str_tokens(self, text: Text | Ids, prepend_bos: bool = False) -> list[str] | list[list[str]]:
         """A text, or one row of ids -> its tokens as strings; a list of texts, or rows -> a list
         of such lists. [1, s] is one row, as in TransformerLens.
 
@@ -146,9 +138,7 @@ class Tokenizer:
         if _is_text(text):
             rows, is_batch = self._encode(_texts(text), prepend_bos), not isinstance(text, str)
         elif prepend_bos:
-            raise ValueError(
-                "prepend_bos=True with token ids: ids are taken as they are; put the BOS id first"
-            )
+            raise ValueError("prepend_bos=True with token ids: ids are taken as they are; put the BOS id first")
         else:
             rows, is_batch = _rows(text)
             is_batch = is_batch and len(rows) != 1
@@ -181,8 +171,7 @@ class Tokenizer:
         encodings = [self._file.encode(text, add_special_tokens=False) for text in texts]
         if prepend_bos and self.bos_token_id is None:
             raise ValueError(
-                "prepend_bos=True, but neither the config (bos_token_id) nor "
-                f"{SETTINGS_FILE} names a BOS token; leave prepend_bos out"
+                f"prepend_bos=True, but neither the config (bos_token_id) nor {SETTINGS_FILE} names a BOS token; leave prepend_bos out"
             )
         pairs = zip(texts, encodings, strict=True)
         if unknown := [word for pair in pairs for word in self._unknown(*pair)]:
@@ -212,10 +201,7 @@ class Tokenizer:
         self._check(row)
         runs = groupby(row, lambda i: file.id_to_token(i) is None)
         return "".join(
-            "".join(f"<id {i}>" for i in run)
-            if has_none
-            else file.decode(list(run), skip_special_tokens=False)
-            for has_none, run in runs
+            "".join(f"<id {i}>" for i in run) if has_none else file.decode(list(run), skip_special_tokens=False) for has_none, run in runs
         )
 
     def _check(self, row: list[int]) -> None:
@@ -233,8 +219,7 @@ def _read(path: Path) -> tokenizers.Tokenizer:
     # The library raises a bare Exception for every file that it cannot read.
     except Exception as error:
         raise ValueError(
-            f"tokenizers {tokenizers.__version__} cannot read {path}: {error}. "
-            "Download the file again, or a newer `tokenizers`."
+            f"tokenizers {tokenizers.__version__} cannot read {path}: {error}. Download the file again, or a newer `tokenizers`."
         ) from error
     backend.no_truncation()
     backend.no_padding()

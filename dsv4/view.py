@@ -27,8 +27,7 @@ from dsv4.reading import Reading
 from dsv4.values import RESIDUAL_SET
 
 NO_MATPLOTLIB = (
-    "matplotlib is not installed, and the figures of dsv4.view are drawn with it: "
-    "pip install matplotlib, or dsv4's extra `demo`"
+    "matplotlib is not installed, and the figures of dsv4.view are drawn with it: pip install matplotlib, or dsv4's extra `demo`"
 )
 # The most cells along an axis, those that get a label each, and the tokens of a lens table.
 MAX_CELLS, MAX_LABELS, MAX_LENS_TOKENS = 160, 80, 20
@@ -88,9 +87,7 @@ def new_figure(width: float, height: float):
 
 
 @torch.no_grad()
-def token_pattern(
-    cache: ActivationCache, layer: int, head: int | None = None, mode: str = "shares", row: int = 0
-):
+def token_pattern(cache: ActivationCache, layer: int, head: int | None = None, mode: str = "shares", row: int = 0):
     """Query by token, entries split into their tokens (`cache.attention.token_pattern`); head None
     is the mean over heads.
 
@@ -125,9 +122,7 @@ def token_pattern(
     axes.set_ylabel("query")
     which = "mean over heads" if head is None else f"head {head}"
     kind = read.model.layer_types[layer].replace("_", " ")
-    entries = (
-        "" if read.model.config.rate(layer) is None else f", entries split into tokens ({mode})"
-    )
+    entries = "" if read.model.config.rate(layer) is None else f", entries split into tokens ({mode})"
     note = f"\n{cells.note}: summed over keys, mean over queries" if cells.note else ""
     axes.set_title(f"block {layer} ({kind}): attention by token, {which}{entries}{note}")
     return figure
@@ -147,15 +142,11 @@ def routing_map(cache: ActivationCache, row: int = 0):
         slots = cells.at(read.of("expert_weights", i)).argmax(-1, keepdim=True)
         chosen.append(cells.at(read.of("expert_indices", i)).gather(-1, slots).flatten().tolist())
     experts = read.model.num_experts
-    figure = new_figure(
-        min(max(4 + 0.2 * len(cells), 7), 22), min(max(2.5 + 0.3 * len(layers), 4), 16)
-    )
+    figure = new_figure(min(max(4 + 0.2 * len(cells), 7), 22), min(max(2.5 + 0.3 * len(layers), 4), 16))
     axes = figure.subplots()
     is_few = experts <= MAX_COLOURS
     colours, count = ("Set3", MAX_COLOURS) if is_few else ("viridis", experts)
-    image = axes.imshow(
-        chosen, aspect="auto", cmap=colours, vmin=-0.5, vmax=count - 0.5, interpolation="nearest"
-    )
+    image = axes.imshow(chosen, aspect="auto", cmap=colours, vmin=-0.5, vmax=count - 0.5, interpolation="nearest")
     if is_few and len(cells) <= MAX_LABELS:
         for i, line in enumerate(chosen):
             for j, expert in enumerate(line):
@@ -163,9 +154,7 @@ def routing_map(cache: ActivationCache, row: int = 0):
     else:
         figure.colorbar(image, ax=axes, label="expert")
     hashes = [" hash" if read.model.layers[i].mlp.scoring == "hash" else "" for i in layers]
-    axes.set_yticks(
-        range(len(layers)), [f"{i}{how}" for i, how in zip(layers, hashes, strict=True)]
-    )
+    axes.set_yticks(range(len(layers)), [f"{i}{how}" for i, how in zip(layers, hashes, strict=True)])
     name_cells(axes.set_xticks, cells, rotation=90)
     axes.set_ylabel("block")
     note = f"\n{cells.note}: that of the cell's last token" if cells.note else ""
@@ -190,13 +179,8 @@ def stream_mixing(cache: ActivationCache, layer: int | None = None, pos: int = -
     at = {(i, leaf): read.of(leaf, i)[row, column].float().cpu() for i in layers for leaf in MIXING}
     streams = len(at[layers[0], "attention_pre"])
     if layer is None:
-        parts = {
-            part: torch.stack([at[i, f"{site}_{part}"] for i in layers for site in SITES])
-            for part in ("pre", "post")
-        }
-        parts["comb"] = torch.stack(
-            [at[i, f"{site}_comb"].diagonal() for i in layers for site in SITES]
-        )
+        parts = {part: torch.stack([at[i, f"{site}_{part}"] for i in layers for site in SITES]) for part in ("pre", "post")}
+        parts["comb"] = torch.stack([at[i, f"{site}_comb"].diagonal() for i in layers for site in SITES])
         figure = new_figure(min(max(5 + 0.25 * len(layers), 9), 24), 3 + 0.7 * streams)
         titles = {
             "pre": "read from each stream",
@@ -217,9 +201,7 @@ def stream_mixing(cache: ActivationCache, layer: int | None = None, pos: int = -
         for line, site in zip(figure.subplots(2, 3), SITES, strict=True):
             for axes, part in zip(line, ("pre", "comb", "post"), strict=True):
                 value = at[layer, f"{site}_{part}"]
-                draw_heat(
-                    axes, value if part == "comb" else value.unsqueeze(-1), limit=LIMITS[part]
-                )
+                draw_heat(axes, value if part == "comb" else value.unsqueeze(-1), limit=LIMITS[part])
                 axes.set_yticks(range(streams))
                 axes.set_xticks(range(streams) if part == "comb" else [])
                 axes.set_ylabel("stream before" if part == "comb" else "stream")
@@ -255,9 +237,7 @@ def lens_table(cache: ActivationCache, pos: int | None = None, k: int = 5, row: 
         heads = [f"rank {i + 1}" for i in range(best.shape[-1])]
         after = f"{label(repr(word))} (position {position})"
         title = f"each block's streams read as the token after {after}"
-    figure = new_figure(
-        min(max(2 + 0.8 * len(heads), 7), 22), min(max(1.5 + 0.32 * len(layers), 3), 20)
-    )
+    figure = new_figure(min(max(2 + 0.8 * len(heads), 7), 22), min(max(1.5 + 0.32 * len(layers), 3), 20))
     axes = figure.subplots()
     axes.imshow(best.tolist(), aspect="auto", cmap="Blues", vmin=0, vmax=1.3)
     for i in range(len(layers)):
@@ -282,9 +262,7 @@ def lens_table(cache: ActivationCache, pos: int | None = None, k: int = 5, row: 
 
 
 @torch.no_grad()
-def attribution_bars(
-    found: Attribution, k: int = 20, pos: int = -1, row: int = 0, title: str | None = None
-):
+def attribution_bars(found: Attribution, k: int = 20, pos: int = -1, row: int = 0, title: str | None = None):
     """The k largest components of `cache.residual.logit_attribution(...)` at one token, and the sum
     of the others.
 
@@ -347,22 +325,16 @@ def _answer_bars(cache: ActivationCache, layer: int | None):
     answer = int(logits.argmax())
     said = f"logit of {spell(read.model, [answer])[0]!r} after {word!r} (position {position})"
     said = f"{said} = {float(logits[answer]):.4g}"
-    return attribution_bars(
-        cache.residual.logit_attribution(answer), title=f"{said}, final norm's scale frozen"
-    )
+    return attribution_bars(cache.residual.logit_attribution(answer), title=f"{said}, final norm's scale frozen")
 
 
 PICTURES = {
     "token_pattern": Picture(
-        lambda cache, layer: token_pattern(
-            cache, usual_layer(Reading(cache).model) if layer is None else layer
-        ),
+        lambda cache, layer: token_pattern(cache, usual_layer(Reading(cache).model) if layer is None else layer),
         ("attention_probabilities", "compressor_gates", "attention_norm_output"),
         of_layer=True,
     ),
-    "routing": Picture(
-        lambda cache, layer: routing_map(cache), ("expert_indices", "expert_weights")
-    ),
+    "routing": Picture(lambda cache, layer: routing_map(cache), ("expert_indices", "expert_weights")),
     "streams": Picture(lambda cache, layer: stream_mixing(cache, layer), MIXING),
     "lens": Picture(lambda cache, layer: lens_table(cache), RESIDUAL_SET),
     "attribution": Picture(_answer_bars, RESIDUAL_SET),

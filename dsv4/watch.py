@@ -69,7 +69,9 @@ class Watching:
             handle.remove()
 
     @contextmanager
-    def hooks(self, hooks: Sequence | None = None, bwd_hooks: Sequence = (), *, fwd_hooks: Sequence | None = None) -> Iterator[list[Handle]]:
+    def hooks(
+        self, hooks: Sequence | None = None, bwd_hooks: Sequence = (), *, fwd_hooks: Sequence | None = None
+    ) -> Iterator[list[Handle]]:
         """Hooks for the length of a `with`: lists of (name, fn). Exactly these are removed on any exit.
 
         A gradient hook belongs to the graph of the runs made inside and fires when that graph is differentiated, also after leaving.

@@ -51,10 +51,7 @@ for task, questions in tasks.items():
         worst = {}
         for expert in range(model.num_experts):
             with model.ablate_experts({block: expert}):
-                left = [
-                    float(model(text)[0, -1].softmax(-1)[model.to_single_token(answer)])
-                    for text, answer in questions
-                ]
+                left = [float(model(text)[0, -1].softmax(-1)[model.to_single_token(answer)]) for text, answer in questions]
             worst[expert] = sum(left) / len(left)
         expert = min(worst, key=worst.get)
         print(f"{task:6} block {block}: worst without expert {expert}, P = {worst[expert]:.2f}")

@@ -36,10 +36,7 @@ for layer in range(model.num_layers):
     best = by_token.abs().topk(2).indices.tolist()
     shown = ", ".join(f"token {i}: {by_token[i]:.2f}" for i in best)
     print(f"streams after block {layer}: {shown}")
-written = {
-    i: estimates[f"layers.{i}.self_attn.attention_output"].sum().item()
-    for i in range(model.num_layers)
-}
+written = {i: estimates[f"layers.{i}.self_attn.attention_output"].sum().item() for i in range(model.num_layers)}
 reader = min(written, key=written.get)
 print(f"the attention that brings it: block {reader}, estimate {written[reader]:.2f}")
 

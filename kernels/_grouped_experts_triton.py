@@ -63,10 +63,7 @@ LAUNCH: Mapping[tuple[str, str, int], tuple[Tile, Tile]] = {
     ("sm_80", "dense", 64): (Tile(64, 64, 4, 3), Tile(128, 64, 4, 3)),
     ("sm_80", "fp4", 16): (Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
     ("sm_80", "fp4", 64): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
-    **{
-        (INTERPRETER, form, 16): (Tile(64, 64, 1, 1), Tile(64, 64, 1, 1))
-        for form in ("dense", "fp8", "fp4")
-    },
+    **{(INTERPRETER, form, 16): (Tile(64, 64, 1, 1), Tile(64, 64, 1, 1)) for form in ("dense", "fp8", "fp4")},
 }
 SUM_COLUMNS = 1024
 
@@ -124,9 +121,7 @@ def _multiply(
             packed = tl.load(at, mask=half[None, :] < K // 2, other=0)
             scale = tl.load(scale_at, mask=fours[None, :] < SCALES_WIDE, other=127)
         if WIDEN:
-            return tl.dot(
-                _fp4(packed, _e8m0(scale), COLUMNS, DEPTH), x, acc, input_precision="ieee"
-            )
+            return tl.dot(_fp4(packed, _e8m0(scale), COLUMNS, DEPTH), x, acc, input_precision="ieee")
         else:
             return tl.dot_scaled(packed, scale, "e2m1", x, None, "bf16", acc)
     else:
@@ -271,9 +266,7 @@ def tile_rows(arch: str, form: str, mean: float) -> int:
     return next((rows for rows in sizes if mean <= rows), sizes[-1])
 
 
-def run(
-    x: Tensor, indices: Tensor, weights: Tensor, valid: Tensor | None, bank: Stored, limit: float
-) -> Tensor:
+def run(x: Tensor, indices: Tensor, weights: Tensor, valid: Tensor | None, bank: Stored, limit: float) -> Tensor:
     """x [t H], indices [t k], weights [t k] float32, valid [t] or None -> [t H] float32.
 
     Everything contiguous. Four launches (a sort in place of the first for very many slots), whose
@@ -320,9 +313,7 @@ def _grid(tiles: list[Tensor], tile: Tile, columns: int) -> tuple[int]:
 
 
 def launch_options(tile: Tile, depth: int) -> dict:
-    sizes = dict(
-        COLUMNS=tile.columns, DEPTH=tile.depth, STAGES=tile.stages, EVEN=depth % tile.depth == 0
-    )
+    sizes = dict(COLUMNS=tile.columns, DEPTH=tile.depth, STAGES=tile.stages, EVEN=depth % tile.depth == 0)
     # Fused multiply-adds by request: the default of Triton changes with its version.
     return dict(**sizes, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True)
 
@@ -330,10 +321,7 @@ def launch_options(tile: Tile, depth: int) -> dict:
 def _codes(codes: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """Packed codes and E8M0 scales as bytes; without scales the codes stand in for them, unread."""
     scale = codes if scale is None else scale.contiguous()
-    return tuple(
-        t.view(torch.uint8) if t.dtype in (torch.int8, torch.float8_e8m0fnu) else t
-        for t in (codes, scale)
-    )
+    return tuple(t.view(torch.uint8) if t.dtype in (torch.int8, torch.float8_e8m0fnu) else t for t in (codes, scale))
 
 
 def _grid_of_scales(scale: Tensor | None) -> tuple[int, int]:

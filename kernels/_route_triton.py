@@ -76,9 +76,7 @@ def route(
             tl.store(tile_row + t, tl.where(t < total, first, 0), mask=t < tiles)
 
 
-def groups(
-    indices: Tensor, valid: Tensor | None, experts: int, rows: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def groups(indices: Tensor, valid: Tensor | None, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """indices [t k] -> (order [n], expert and first row of each tile [T], ends [E]), all int32."""
     slots, top_k = indices.numel(), indices.shape[1]
     if slots > MAX_SLOTS:
@@ -86,8 +84,7 @@ def groups(
         return order.int(), *tiles_of(ends, rows, slots), ends
     tiles = most_tiles(experts, rows, slots)
     order, tile_expert, tile_row, ends = (
-        torch.empty(size, dtype=torch.int32, device=indices.device)
-        for size in (slots, tiles, tiles, experts)
+        torch.empty(size, dtype=torch.int32, device=indices.device) for size in (slots, tiles, tiles, experts)
     )
     route[(triton.cdiv(slots, RANKED) + 1,)](
         indices, indices if valid is None else valid.view(torch.uint8),

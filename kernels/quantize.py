@@ -89,9 +89,7 @@ def dequantize_fp8(
         [o, i] or [e, o, i]. NaN codes and NaN scales give NaN.
     """
     if codes.dtype != torch.float8_e4m3fn and codes.dtype not in ONE_BYTE:
-        raise ValueError(
-            f"codes are {codes.dtype}; expected float8_e4m3fn, or its bytes as uint8 or int8"
-        )
+        raise ValueError(f"codes are {codes.dtype}; expected float8_e4m3fn, or its bytes as uint8 or int8")
     expected = fp8_scale_shape(tuple(codes.shape), row_parts)
     if codes.dim() not in (2, 3) or codes.shape[-2] % row_parts or tuple(scale.shape) != expected:
         raise ValueError(
@@ -117,9 +115,7 @@ def dequantize_fp8(
     return out
 
 
-def dequantize_fp4(
-    packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16, *, out: Tensor | None = None
-) -> Tensor:
+def dequantize_fp4(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16, *, out: Tensor | None = None) -> Tensor:
     """Packed e2m1 codes times their 1x32 scales.
 
     Args:
@@ -174,9 +170,7 @@ def quantize_fp8(weight: Tensor, *, row_parts: int = 1) -> tuple[Tensor, Tensor]
     """
     rows, columns = weight.shape[-2] // row_parts, weight.shape[-1]
     if weight.dim() not in (2, 3) or weight.shape[-2] % row_parts:
-        raise ValueError(
-            f"weight {list(weight.shape)}; expected rank 2 or 3 with rows divisible by {row_parts}"
-        )
+        raise ValueError(f"weight {list(weight.shape)}; expected rank 2 or 3 with rows divisible by {row_parts}")
     padding = (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK)
     mats = weight.reshape(math.prod(weight.shape[:-2]) * row_parts, rows, columns)
     codes = torch.empty(mats.shape, dtype=torch.float8_e4m3fn, device=weight.device)
@@ -199,10 +193,7 @@ def quantize_fp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     infinity.
     """
     if weight.dim() not in (2, 3) or weight.shape[-1] % FP4_BLOCK:
-        raise ValueError(
-            f"weight {list(weight.shape)}; expected rank 2 or 3 and columns in whole blocks of "
-            f"{FP4_BLOCK}"
-        )
+        raise ValueError(f"weight {list(weight.shape)}; expected rank 2 or 3 and columns in whole blocks of {FP4_BLOCK}")
     blocks = weight.reshape(-1, FP4_BLOCK)
     packed = torch.empty((len(blocks), FP4_BLOCK // 2), dtype=torch.int8, device=weight.device)
     scale = torch.empty(len(blocks), dtype=torch.uint8, device=weight.device)
@@ -221,9 +212,7 @@ def has_nan_code(codes: Tensor) -> bool:
     """Whether float8_e4m3fn codes hold a NaN (0x7F or 0xFF), from two byte-wise maxima."""
     if codes.numel() == 0:
         return False
-    return bool(codes.view(torch.int8).amax() == 0x7F) or bool(
-        codes.view(torch.uint8).amax() == 0xFF
-    )
+    return bool(codes.view(torch.int8).amax() == 0x7F) or bool(codes.view(torch.uint8).amax() == 0xFF)
 
 
 def largest_scale(scale: Tensor) -> float:
@@ -240,9 +229,7 @@ def _chunk(device: torch.device) -> int:
     return CPU_CHUNK if device.type == "cpu" else GPU_CHUNK
 
 
-def _result(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, out: Tensor | None
-) -> Tensor:
+def _result(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, out: Tensor | None) -> Tensor:
     if out is None:
         return torch.empty(shape, dtype=dtype, device=device)
     if tuple(out.shape) != tuple(shape) or not out.is_contiguous():
@@ -254,9 +241,7 @@ def _scale_values(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
     """(multipliers, exact): exact if codes and scales fit `dtype`, so that it takes the product."""
     is_power = scale.dtype in (torch.float8_e8m0fnu, torch.uint8)
     if not is_power and scale.dtype != torch.float32:
-        raise ValueError(
-            f"scales are {scale.dtype}; expected float8_e8m0fnu, its bytes as uint8, or float32"
-        )
+        raise ValueError(f"scales are {scale.dtype}; expected float8_e8m0fnu, its bytes as uint8, or float32")
     values = e8m0_to_float32(scale) if is_power else scale
     exact = dtype in (torch.float32, torch.float64) or (is_power and dtype == torch.bfloat16)
     return values.to(dtype) if exact else values, exact
@@ -299,9 +284,7 @@ def _fp4_pairs(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, torch.
 def _scale_exponent(amax: Tensor, largest: float) -> Tensor:
     """The smallest k in [-127, 127] with amax <= largest * 2^k, int32; 0 where amax is 0."""
     if not bool(amax.isfinite().all()):
-        raise ValueError(
-            "the weight holds NaN or infinity, which has no block scale; quantise finite weights"
-        )
+        raise ValueError("the weight holds NaN or infinity, which has no block scale; quantise finite weights")
     top, top_exponent = math.frexp(largest)
     mantissa, exponent = torch.frexp(amax)
     exponent = exponent.to(torch.int32) - top_exponent + (mantissa > top).to(torch.int32)

@@ -4,7 +4,8 @@
     probabilities = softmax([scores, sink]) with the sink dropped
     output        = sum over keys of probabilities * k                       (K = V)
 
-A query at position p sees token positions p - window + 1 ... p, and entry j (of the selected ones, or of all) once j * rate + rate - 1 <= p.
+A query at position p sees token positions p - window + 1 ... p, and entry j (of the selected ones, or of all) once
+j * rate + rate - 1 <= p.
 Softmax in float32, output rounded once. A query that sees nothing gets zeros.
 
 `backend` says who computes: "torch" (below), or "triton", a registered op (`dsv4::sparse_attention`) over device code that is imported
@@ -203,9 +204,7 @@ def fused_sparse_attention(
     """
     from dsv4.kernels import _sparse_attention_triton as device_code
 
-    return device_code.forward(
-        queries, tokens, entries, sinks, selection, query_positions, token_positions, window, gap, rate, scale
-    )
+    return device_code.forward(queries, tokens, entries, sinks, selection, query_positions, token_positions, window, gap, rate, scale)
 
 
 @fused_sparse_attention.register_fake

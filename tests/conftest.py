@@ -24,8 +24,8 @@ def pytest_configure() -> None:
                 "`python -m pytest`, and keep the repository root out of PYTHONPATH.",
                 returncode=4,
             )
-    # One thread more than the cores of a small CI machine gains nothing at these sizes.
-    torch.set_num_threads(min(2, torch.get_num_threads()))
+    # Tensors of this size gain nothing from a second thread; waiting for it on a busy machine costs minutes.
+    torch.set_num_threads(1)
     _fill_with_nan()
 
 

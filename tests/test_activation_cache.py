@@ -40,9 +40,7 @@ def test_by_leaf_and_layer(cache):
     assert cache["layer_output", 3] is cache["layers.3.layer_output"]
     assert cache["expert_weights", 4] is cache["layers.4.mlp.expert_weights"]
     assert cache["mlp.expert_weights", 4] is cache["layers.4.mlp.expert_weights"]
-    assert (
-        cache["indexer_scores", 1] is cache["layers.1.self_attn.compressor.indexer.indexer_scores"]
-    )
+    assert cache["indexer_scores", 1] is cache["layers.1.self_attn.compressor.indexer.indexer_scores"]
     assert cache["layer_output", -1] is cache["layers.5.layer_output"]
     assert ("layer_output", 3) in cache
     assert ("layer_output", 6) not in cache
@@ -84,9 +82,7 @@ def test_stack(cache):
     assert torch.equal(stacked[3], cache["layer_output", 3])
     assert cache.stack("mlp.expert_weights").shape == (6, 2, 19, 2)
     # Only the layers that have it, in order.
-    assert torch.equal(
-        cache.stack("router_selection_scores")[1], cache["router_selection_scores", 4]
-    )
+    assert torch.equal(cache.stack("router_selection_scores")[1], cache["router_selection_scores", 4])
     with pytest.raises(ValueError, match="differs in shape between layers"):
         cache.stack("attention_scores")
     for wrong in ("logits", "output", "nothing"):
@@ -118,9 +114,7 @@ def test_remove_batch_dim(cache):
     assert flat.stack("layer_output").shape == (6, 19, 4, 32)
     assert ("layer_output", -1) in flat
     with torch.no_grad():
-        torch.testing.assert_close(
-            MODEL.project_on_vocab(flat["layer_output", 5], readout="head"), logits[0]
-        )
+        torch.testing.assert_close(MODEL.project_on_vocab(flat["layer_output", 5], readout="head"), logits[0])
     assert flat.remove_batch_dim().axes == flat.axes
     _, last = MODEL.run_with_cache(IDS[0], "layers.*.layer_output", pos=-1)
     assert last.remove_batch_dim()["layer_output", 0].shape == (4, 32)
@@ -164,9 +158,7 @@ def test_values_are_read_when_asked_for(cache, tmp_path):
 def test_save_without_positions_and_with_empty_values(tmp_path):
     values = {
         "logits": torch.randn(1, 2, 3),
-        "layers.1.self_attn.compressor.compressed_entries": torch.zeros(
-            1, 0, 4, dtype=torch.bfloat16
-        ),
+        "layers.1.self_attn.compressor.compressed_entries": torch.zeros(1, 0, 4, dtype=torch.bfloat16),
     }
     axes = {"logits": "b s vocab", "layers.1.self_attn.compressor.compressed_entries": "b e_new D"}
     ActivationCache(values, axes).save(tmp_path / "x")

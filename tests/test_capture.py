@@ -96,12 +96,7 @@ def test_slices_and_positions_per_row(pos, rows, everything):
     _, cache = capture(names, pos=pos)
     for name in names:
         axis = token_axis(name)
-        expected = torch.stack(
-            [
-                everything[name][b].index_select(axis - 1, torch.tensor(rows[b]).long())
-                for b in range(2)
-            ]
-        )
+        expected = torch.stack([everything[name][b].index_select(axis - 1, torch.tensor(rows[b]).long()) for b in range(2)])
         assert torch.equal(cache[name], expected), name
 
 
@@ -156,9 +151,7 @@ def test_positions_while_decoding(everything):
     name = "layers.1.layer_output"
     with torch.no_grad():
         MODEL(IDS[:, :10], attention_mask=MASK[:, :10], kv_cache=kv)
-        _, cache = MODEL.run_with_cache(
-            IDS[:, 10:], name, attention_mask=MASK[:, 10:], kv_cache=kv, pos=[0, -1]
-        )
+        _, cache = MODEL.run_with_cache(IDS[:, 10:], name, attention_mask=MASK[:, 10:], kv_cache=kv, pos=[0, -1])
     assert cache.positions.tolist() == [[10, 18], [4, 12]]
     torch.testing.assert_close(cache[name], everything[name][:, [10, 18]], rtol=1e-4, atol=1e-4)
 
@@ -261,9 +254,7 @@ def test_captures_are_what_hooks_saw_and_stay_so():
             MODEL(IDS[:, :1], kv_cache=kv)
         result.zero_()
         assert all(torch.equal(cache[name], seen[name]) for name in NAMES)
-        handles = [
-            m.register_forward_hook(wreck) for m in (*MODEL.layers, MODEL.norm, MODEL.lm_head)
-        ]
+        handles = [m.register_forward_hook(wreck) for m in (*MODEL.layers, MODEL.norm, MODEL.lm_head)]
         MODEL.run_with_hooks(IDS, [("**", keep)])
         _, cache = MODEL.run_with_cache(IDS, "**")
         for handle in handles:
@@ -313,9 +304,7 @@ def test_detach_false_keeps_the_graph():
     logits, cache = MODEL.run_with_cache(IDS, "**", attention_mask=MASK, detach=False)
     assert logits is cache["logits"]
     names = [n for n in NAMES if MODEL.hook_dict[n].dtype != "i"]
-    grads = torch.autograd.grad(
-        logits.square().sum(), [cache[n] for n in names], allow_unused=True, retain_graph=True
-    )
+    grads = torch.autograd.grad(logits.square().sum(), [cache[n] for n in names], allow_unused=True, retain_graph=True)
     without = {leaf(n) for n, g in zip(names, grads, strict=True) if g is None}
     # What decides, and what nothing reads: no gradient comes back to it.
     indexer = {n for n in map(leaf, NAMES) if n.startswith("indexer_")} - {"indexer_selection"}
@@ -337,9 +326,7 @@ def test_detach_false_keeps_the_graph():
 def test_hooked_gradients_are_those_of_kept_values():
     names = [n for n in NAMES if MODEL.hook_dict[n].dtype != "i"]
     seen = {}
-    logits = MODEL.run_with_hooks(
-        IDS, bwd_hooks=[(names, lambda g, hook: seen.update({hook.name: g}))]
-    )
+    logits = MODEL.run_with_hooks(IDS, bwd_hooks=[(names, lambda g, hook: seen.update({hook.name: g}))])
     logits.square().sum().backward()
     logits, cache = MODEL.run_with_cache(IDS, names, detach=False)
     grads = torch.autograd.grad(logits.square().sum(), [cache[n] for n in names], allow_unused=True)
@@ -350,18 +337,12 @@ def test_hooked_gradients_are_those_of_kept_values():
     MODEL.zero_grad()
 
 
-@pytest.mark.parametrize(
-    "layers", [(None, 4), pytest.param((0, 1, 2, 3, 5), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("layers", [(None, 4), pytest.param((0, 1, 2, 3, 5), marks=pytest.mark.slow)])
 def test_gradients_are_the_slopes(layers):
     """In float64: the gradient at each point against the difference of two runs with the value moved."""
     model = watched_model(torch.float64)
     weights = torch.randn(2, 19, 64, dtype=torch.float64) * MASK.unsqueeze(-1)
-    names = [
-        n
-        for n in writable(model)
-        if model.hook_dict[n].layer in layers and model.hook_dict[n].dtype != "i"
-    ]
+    names = [n for n in writable(model) if model.hook_dict[n].layer in layers and model.hook_dict[n].dtype != "i"]
 
     def score(logits):
         return (logits * weights).sum()
@@ -375,11 +356,7 @@ def test_gradients_are_the_slopes(layers):
         step = torch.randn_like(value).masked_fill(value.isinf(), 0) * 1e-6
         with torch.no_grad():
             up, down = (
-                score(
-                    model.run_with_hooks(
-                        IDS, [(name, lambda v, hook, moved=moved: moved)], attention_mask=MASK
-                    )
-                )
+                score(model.run_with_hooks(IDS, [(name, lambda v, hook, moved=moved: moved)], attention_mask=MASK))
                 for moved in (value + step, value - step)
             )
         slope, expected = float(up - down) / 2e-6, float((grad * step).sum()) / 1e-6

@@ -146,9 +146,7 @@ def test_convert_keeps_codes(tmp_path, capsys):
     target = tmp_path / "copy"
     assert cli.main(["convert", SHIPPED, str(target), "--to", "official"]) == 0
     assert str(target) in capsys.readouterr().out
-    assert {path.name for path in target.iterdir()} == {
-        path.name for path in Path(SHIPPED).iterdir()
-    }
+    assert {path.name for path in target.iterdir()} == {path.name for path in Path(SHIPPED).iterdir()}
     assert stored(target) == stored(SHIPPED)
 
 

@@ -116,9 +116,7 @@ def test_overrides_of_presets():
     [("hidden_sizes", "hidden_size"), ("num_layers", "num_hash_layers"), ("dtype", "torch_dtype")],
 )
 def test_an_unknown_override_names_the_nearest_field(name, near):
-    with pytest.raises(
-        TypeError, match=rf"tiny\(\) has no field '{name}'; the nearest is '{near}'"
-    ):
+    with pytest.raises(TypeError, match=rf"tiny\(\) has no field '{name}'; the nearest is '{near}'"):
         Dsv4Config.tiny(**{name: 3})
     with pytest.raises(TypeError, match="got an unexpected keyword"):
         Dsv4Config(**{name: 3})

@@ -274,9 +274,7 @@ def test_hca_rates_of_any_size_without_the_explicit_style():
 
 
 def test_what_official_keys_cannot_say_is_added():
-    config = Dsv4Config.tiny(
-        compress_rates={CSA: 8, HCA: 4}, mlp_layer_types=[MOE] * 5 + [HASH_MOE]
-    )
+    config = Dsv4Config.tiny(compress_rates={CSA: 8, HCA: 4}, mlp_layer_types=[MOE] * 5 + [HASH_MOE])
     written = config.to_hf()
     assert "compress_ratios" not in written
     assert "num_hash_layers" not in written
@@ -299,9 +297,7 @@ def test_harmless_keys_and_vision_files_load_as_text():
     config = Dsv4Config.from_hf(VISION_EXP)
     assert config.rms_norm_eps == 1e-20
     assert config.num_nextn_predict_layers == 3
-    assert dataclasses.replace(config, rms_norm_eps=1e-6, num_nextn_predict_layers=1) == (
-        Dsv4Config.from_hf(FLASH_0731)
-    )
+    assert dataclasses.replace(config, rms_norm_eps=1e-6, num_nextn_predict_layers=1) == (Dsv4Config.from_hf(FLASH_0731))
 
 
 def test_a_dequantised_save_keeps_its_stale_expert_dtype():

@@ -70,9 +70,7 @@ def test_a_good_folder(kind, request):
         assert found[name].shape == tuple(tensor.shape)
         assert found[name].nbytes == tensor.nbytes
         raw = (folder / found[name].file).read_bytes()[found[name].begin : found[name].end]
-        expected = (
-            b"" if tensor.numel() == 0 else tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-        )
+        expected = b"" if tensor.numel() == 0 else tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
         assert raw == expected
 
 
@@ -96,9 +94,7 @@ def test_something_else_under_the_name(single, content):
 
 
 def test_a_git_lfs_pointer(single):
-    (single / SINGLE_NAME).write_text(
-        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 10\n"
-    )
+    (single / SINGLE_NAME).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 10\n")
     assert "git lfs pull" in problems_of(single)
 
 
@@ -108,9 +104,7 @@ def test_a_file_longer_than_its_tensors(single):
     assert "file longer than its tensors" in problems_of(single)
 
 
-@pytest.mark.parametrize(
-    ("shift", "text"), [(-4, "overlaps the tensor before it"), (4, "leaves a hole before it")]
-)
+@pytest.mark.parametrize(("shift", "text"), [(-4, "overlaps the tensor before it"), (4, "leaves a hole before it")])
 def test_offsets_that_do_not_fit_together(single, shift, text):
     header, data = header_of(single / SINGLE_NAME)
     for name in ("a", "c", "e"):
@@ -160,10 +154,7 @@ def test_index_and_shards_disagree_both_ways(sharded):
     tensors = load_file(file)
     save_file({"b": tensors["b"], "x": tensors["a"]}, file)
     text = problems_of(sharded)
-    assert (
-        "in the index, but not in the shard it names (1):\n    a (model-00001-of-00002.safetensors)"
-        in text
-    )
+    assert "in the index, but not in the shard it names (1):\n    a (model-00001-of-00002.safetensors)" in text
     assert "in a shard, but not in the index (1):\n    x (model-00001-of-00002.safetensors)" in text
 
 
@@ -185,9 +176,7 @@ def test_two_checkpoints_in_one_folder(sharded):
     assert "two checkpoints in one folder" in problems_of(sharded)
 
 
-@pytest.mark.parametrize(
-    "file", ["../elsewhere.safetensors", "/etc/passwd", "sub/a.safetensors", 3]
-)
+@pytest.mark.parametrize("file", ["../elsewhere.safetensors", "/etc/passwd", "sub/a.safetensors", 3])
 def test_an_index_that_points_elsewhere(sharded, file):
     write_index(sharded, {"a": file})
     with pytest.raises(CheckpointError, match="not a file beside it"):

@@ -467,9 +467,7 @@ def test_a_private_model_needs_the_token(worker):
         ("org/model", {"files": ["x.bin"]}, "CheckpointError", r"has no x.bin \(1 of 1 weight"),
     ],
 )
-def test_refusals_say_what_to_do_before_any_weights_are_read(
-    hub, worker, repo, options, error, message
-):
+def test_refusals_say_what_to_do_before_any_weights_are_read(hub, worker, repo, options, error, message):
     answer = worker.fetch(repo, **options)
     assert answer["error"] == error
     assert re.search(message, answer["message"])

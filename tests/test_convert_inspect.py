@@ -80,9 +80,7 @@ RELEASED = {
     ),
     "Pro": (PRO, "plain", 0, 145_116, 864_704_792_696, 861_608_274_846),
     "Pro-0813": (
-        PRO
-        | DSPARK
-        | {"compress_ratios": [*PRO["compress_ratios"], 0, 0], "dspark_markov_rank": 512},
+        PRO | DSPARK | {"compress_ratios": [*PRO["compress_ratios"], 0, 0], "dspark_markov_rank": 512},
         *("dspark", 512, 149_782, 892_727_580_904, None),
     ),
 }
@@ -192,9 +190,7 @@ def write_hollow(folder, table, config):
     shards = {}
     for name in table:
         parts = name.split(".")
-        shards.setdefault(
-            f"{parts[0]}.{parts[1]}" if parts[0] in ("layers", "mtp") else parts[0], []
-        ).append(name)
+        shards.setdefault(f"{parts[0]}.{parts[1]}" if parts[0] in ("layers", "mtp") else parts[0], []).append(name)
     weight_map = {}
     for number, found in enumerate(shards.values(), start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -219,16 +215,11 @@ def test_released_files_fit_the_plan(which):
     assert sum(nbytes(*entry) for entry in table.values()) == payload
     if elements is not None:
         assert sum(math.prod(shape) for _, shape in table.values()) == elements
-    stored = {
-        name: StoredTensor(name, "file", dtype, shape, 0, nbytes(dtype, shape))
-        for name, (dtype, shape) in table.items()
-    }
+    stored = {name: StoredTensor(name, "file", dtype, shape, 0, nbytes(dtype, shape)) for name, (dtype, shape) in table.items()}
     plan = make_plan(Dsv4Config.from_hf(config), stored)
     assert plan.problems.by_kind == {}
     assert plan.scheme == "official"
-    assert [len(found) for found in plan.extras.values()] == [
-        sum(name.startswith("mtp.") for name in table)
-    ]
+    assert [len(found) for found in plan.extras.values()] == [sum(name.startswith("mtp.") for name in table)]
     pieces = [piece for source in plan.sources.values() for piece in source.pieces]
     used = [t.name for piece in pieces for t in (piece.weight, piece.scale) if t is not None]
     assert sorted(used) == sorted(name for name in table if not name.startswith("mtp."))
@@ -273,9 +264,7 @@ def test_report_on_a_small_checkpoint(tmp_path):
     assert report.num_files == 3
     assert report.file_bytes == sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
     assert report.stored.nbytes == sum(tensor.nbytes for tensor in made.stored.values())
-    assert report.memory["float32"] == sum(
-        t.numel() * (8 if t.dtype == torch.int64 else 4) for t in made.expected.values()
-    )
+    assert report.memory["float32"] == sum(t.numel() * (8 if t.dtype == torch.int64 else 4) for t in made.expected.values())
     state = dict(open_checkpoint(tmp_path).tensors(dtype=torch.bfloat16))
     assert report.memory["bfloat16"] == sum(tensor.nbytes for tensor in state.values())
     native = dict(open_checkpoint(tmp_path).tensors(dtype=torch.bfloat16, native=True))
@@ -290,9 +279,7 @@ def test_report_on_a_small_checkpoint(tmp_path):
 
 
 def test_problems_are_reported_not_raised(tmp_path):
-    made = make_checkpoint(
-        tmp_path, Dsv4Config.tiny(hidden_size=32, moe_intermediate_size=32), Recipe()
-    )
+    made = make_checkpoint(tmp_path, Dsv4Config.tiny(hidden_size=32, moe_intermediate_size=32), Recipe())
     file = sorted(tmp_path.glob("*.safetensors"))[0]
     file.unlink()
     report = inspect_checkpoint(tmp_path)

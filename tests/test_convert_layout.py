@@ -83,16 +83,9 @@ def test_flash_and_pro():
 def test_dtypes_in_memory():
     for name, spec in layout(Dsv4Config.tiny()).items():
         leaf = name.rpartition(".")[2]
-        kept = (
-            "norm.weight" in name
-            or "layernorm.weight" in name
-            or "_hc." in name
-            or "hc_head." in name
-        )
+        kept = "norm.weight" in name or "layernorm.weight" in name or "_hc." in name or "hc_head." in name
         kept = kept or leaf in ("sinks", "position_bias", "e_score_correction_bias")
-        assert spec.dtype == (
-            torch.float32 if kept else torch.int64 if leaf == "tid2eid" else None
-        ), name
+        assert spec.dtype == (torch.float32 if kept else torch.int64 if leaf == "tid2eid" else None), name
 
 
 def test_rates_come_from_the_config():

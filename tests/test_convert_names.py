@@ -12,9 +12,7 @@ from dsv4.convert.layout import layout
 from dsv4.convert.names import GATE, ROWS, SCHEMES, UP, Place, from_place, to_place
 
 # Small ones, and pairs of which one is the beginning of the other.
-NUMBERS = st.one_of(
-    st.integers(0, 20), st.sampled_from([1, 10, 100, 101, 11, 110]), st.integers(0, 10**6)
-)
+NUMBERS = st.one_of(st.integers(0, 20), st.sampled_from([1, 10, 100, 101, 11, 110]), st.integers(0, 10**6))
 SCHEME = st.sampled_from(SCHEMES)
 
 # official, ours, hybrid, transformers; written out by hand, one of each kind and every pair that
@@ -147,9 +145,7 @@ def test_there_and_back(scheme, row, layer, expert):
 
 
 @settings(deadline=None)
-@given(
-    SCHEME, st.lists(st.tuples(st.sampled_from(ROWS), NUMBERS, NUMBERS), min_size=2, max_size=30)
-)
+@given(SCHEME, st.lists(st.tuples(st.sampled_from(ROWS), NUMBERS, NUMBERS), min_size=2, max_size=30))
 def test_different_names_go_to_different_places(scheme, picks):
     written = {
         template.replace("{layer}", str(layer)).replace("{expert}", str(expert))
@@ -218,9 +214,7 @@ def test_every_tensor_of_a_model_has_a_name_in_every_scheme():
         for scheme in SCHEMES:
             place = Place(name)
             if spec.is_experts and scheme != "transformers":
-                place = dataclasses.replace(
-                    place, expert=0, half=GATE if "gate_up" in name else None
-                )
+                place = dataclasses.replace(place, expert=0, half=GATE if "gate_up" in name else None)
             assert from_place(scheme, place) is not None
 
 
@@ -240,9 +234,7 @@ def test_known_extras(name, label):
     assert names.extra_label(name).startswith(label)
 
 
-@pytest.mark.parametrize(
-    "name", ["mtp", "mtpx.0.norm.weight", "image_startx", "visions.a", "layers.1.ffn.gate.bias"]
-)
+@pytest.mark.parametrize("name", ["mtp", "mtpx.0.norm.weight", "image_startx", "visions.a", "layers.1.ffn.gate.bias"])
 def test_what_is_no_known_extra(name):
     assert names.extra_label(name) is None
 

@@ -34,9 +34,7 @@ SIGNS = [
 
 @pytest.fixture
 def made(tmp_path):
-    return make_checkpoint(
-        tmp_path, Dsv4Config.tiny(hidden_size=32, moe_intermediate_size=32), Recipe(num_shards=1)
-    )
+    return make_checkpoint(tmp_path, Dsv4Config.tiny(hidden_size=32, moe_intermediate_size=32), Recipe(num_shards=1))
 
 
 @pytest.mark.parametrize(("quantisation", "name", "called"), SIGNS)
@@ -54,9 +52,7 @@ def test_each_is_named(made, quantisation, name, called):
 
 def test_mlx_is_known_by_its_config(made):
     path = made.folder / "config.json"
-    path.write_text(
-        json.dumps(json.loads(path.read_text()) | {"quantization": {"bits": 4, "group_size": 64}})
-    )
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization": {"bits": 4, "group_size": 64}}))
     with pytest.raises(CheckpointError, match="MLX"):
         open_checkpoint(made.folder)
 

@@ -93,9 +93,7 @@ def test_a_weight_without_its_scale(made, scale):
 
 
 def test_many_faults_are_counted_and_the_first_ten_named(made):
-    dropped = [
-        name for name in made.stored if name.endswith(".w1.weight") and name.startswith("layers.")
-    ]
+    dropped = [name for name in made.stored if name.endswith(".w1.weight") and name.startswith("layers.")]
     text = fault(rewrite(made, without(made.stored, *dropped)))
     assert f"missing tensors ({len(dropped)}):" in text
     assert f"... and {len(dropped) - 10} more" in text
@@ -129,9 +127,7 @@ def test_a_name_of_another_scheme_is_not_taken(made):
 
 def test_a_bias_on_a_hash_block_without_its_table(made):
     """Only beside the table is it the vision file's extra; alone it is a block of another kind."""
-    stored = without(made.stored, "layers.0.ffn.gate.tid2eid") | {
-        "layers.0.ffn.gate.bias": torch.ones(3)
-    }
+    stored = without(made.stored, "layers.0.ffn.gate.tid2eid") | {"layers.0.ffn.gate.bias": torch.ones(3)}
     text = fault(rewrite(made, stored))
     assert "missing tensors (1):\n    layers.0.ffn.gate.tid2eid" in text
 
@@ -153,9 +149,7 @@ def test_a_wrong_shape(made, name):
     tensor = made.stored[name]
     wider = torch.zeros((*tensor.shape[:-1], tensor.shape[-1] + 1)).to(tensor.dtype)
     text = fault(rewrite(made, made.stored | {name: wider}))
-    assert (
-        f"wrong shape (1):\n    {name}: {list(wider.shape)}, expected {list(tensor.shape)}" in text
-    )
+    assert f"wrong shape (1):\n    {name}: {list(wider.shape)}, expected {list(tensor.shape)}" in text
 
 
 def test_a_grouped_projection_of_full_width(made):
@@ -243,9 +237,7 @@ def test_expert_dtype_against_the_headers(tmp_path, experts, declared, is_fine):
     made = make_checkpoint(tmp_path, CONFIG, recipe)
     edit_config(tmp_path, expert_dtype=declared)
     if not is_fine:
-        assert f"expert_dtype is '{declared}', but the experts of 4 blocks are stored as" in fault(
-            tmp_path
-        )
+        assert f"expert_dtype is '{declared}', but the experts of 4 blocks are stored as" in fault(tmp_path)
         return
     read = dict(open_checkpoint(tmp_path).check().tensors(dtype=torch.float32))
     name = "layers.1.mlp.experts.down_proj"

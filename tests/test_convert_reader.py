@@ -80,9 +80,7 @@ def test_values(tmp_path, recipe, dtype):
     for name, expected in made.expected.items():
         wanted = specs[name].dtype or dtype
         # The product of code and scale is rounded to float32 first.
-        assert same_bits(
-            read[name], expected.float().to(wanted) if expected.is_floating_point() else expected
-        ), name
+        assert same_bits(read[name], expected.float().to(wanted) if expected.is_floating_point() else expected), name
 
 
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if r.is_quantised], ids=str)
@@ -103,9 +101,7 @@ def test_native_tensors_are_the_stored_bits(tmp_path, recipe):
         if stored.dtype.itemsize == 1 or names.weight_of_scale(place.name) is not None:
             assert same_bits(mine, stored), name
             matched += 1
-    assert matched == sum(
-        2 * len(s.pieces) for s in checkpoint.sources.values() if s.format != "dense"
-    )
+    assert matched == sum(2 * len(s.pieces) for s in checkpoint.sources.values() if s.format != "dense")
 
 
 def test_formats_name_every_linear_map_and_bank(tmp_path):
@@ -122,11 +118,7 @@ def test_formats_name_every_linear_map_and_bank(tmp_path):
 def test_some_modules_native(tmp_path):
     make_checkpoint(tmp_path, config_for(Recipe()), Recipe())
     checkpoint = open_checkpoint(tmp_path)
-    read = dict(
-        checkpoint.tensors(
-            dtype=torch.float32, native=lambda module: module == "layers.1.mlp.experts"
-        )
-    )
+    read = dict(checkpoint.tensors(dtype=torch.float32, native=lambda module: module == "layers.1.mlp.experts"))
     scales = {name for name in read if names.weight_of_scale(name) is not None}
     assert scales == {
         "layers.1.mlp.experts.gate_up_proj_scale_inv",
@@ -137,9 +129,7 @@ def test_some_modules_native(tmp_path):
 
 
 def test_some_layers(made):
-    read = {
-        name for name, _ in open_checkpoint(made.folder).tensors(dtype=torch.float32, layers=[1, 3])
-    }
+    read = {name for name, _ in open_checkpoint(made.folder).tensors(dtype=torch.float32, layers=[1, 3])}
     blocks = {names.block_of(name) for name in read}
     assert blocks == {None, 1, 3}
     assert {name for name in made.expected if names.block_of(name) in blocks} == read
@@ -156,9 +146,7 @@ def test_tensors_own_their_memory(made):
 def test_progress_ends_at_the_total(made):
     calls = []
     checkpoint = open_checkpoint(made.folder)
-    for _ in checkpoint.tensors(
-        dtype=torch.float32, progress=lambda done, total: calls.append((done, total))
-    ):
+    for _ in checkpoint.tensors(dtype=torch.float32, progress=lambda done, total: calls.append((done, total))):
         pass
     total = sum(t.nbytes for n, t in made.stored.items() if not n.startswith("mtp."))
     assert calls[-1] == (total, total)
@@ -167,10 +155,7 @@ def test_progress_ends_at_the_total(made):
 
 def test_parts_are_the_stored_tensors_one_by_one(made):
     checkpoint = open_checkpoint(made.folder)
-    seen = {
-        names.from_place("official", place)
-        for place, _ in checkpoint.parts(dtype=None, native=True)
-    }
+    seen = {names.from_place("official", place) for place, _ in checkpoint.parts(dtype=None, native=True)}
     assert seen == {name for name in made.stored if not name.startswith("mtp.")}
 
 
@@ -196,16 +181,12 @@ def test_hash_table_stored_as_int32(made):
     stored = {n: t.int() if t.dtype == torch.int64 else t for n, t in made.stored.items()}
     read = dict(open_checkpoint(rewrite(made, stored)).tensors(dtype=torch.bfloat16))
     assert read["layers.0.mlp.router.tid2eid"].dtype == torch.int64
-    assert torch.equal(
-        read["layers.0.mlp.router.tid2eid"], made.expected["layers.0.mlp.router.tid2eid"]
-    )
+    assert torch.equal(read["layers.0.mlp.router.tid2eid"], made.expected["layers.0.mlp.router.tid2eid"])
 
 
 def test_fourteen_layers_and_twelve_experts(tmp_path):
     recipe = Recipe(linears="BF16", experts="BF16", num_shards=3)
-    config = config_for(
-        recipe, num_hidden_layers=14, n_routed_experts=12, hidden_size=32, moe_intermediate_size=8
-    )
+    config = config_for(recipe, num_hidden_layers=14, n_routed_experts=12, hidden_size=32, moe_intermediate_size=8)
     made = make_checkpoint(tmp_path, config, recipe)
     for name, tensor in open_checkpoint(tmp_path).tensors(dtype=torch.float32):
         assert torch.equal(tensor.double(), made.expected[name].double()), name
@@ -213,9 +194,7 @@ def test_fourteen_layers_and_twelve_experts(tmp_path):
 
 def test_extras_are_counted_and_skipped(tmp_path):
     recipe = Recipe(draft="dspark", vision=True)
-    make_checkpoint(
-        tmp_path, config_for(recipe, mlp_layer_types=(HASH_MOE, MOE, HASH_MOE, MOE)), recipe
-    )
+    make_checkpoint(tmp_path, config_for(recipe, mlp_layer_types=(HASH_MOE, MOE, HASH_MOE, MOE)), recipe)
     checkpoint = open_checkpoint(tmp_path).check()
     counts = {label: len(found) for label, found in checkpoint.extras.items()}
     assert counts == {
@@ -226,9 +205,7 @@ def test_extras_are_counted_and_skipped(tmp_path):
         "router bias of hash blocks (image tokens only)": 2,
     }
     assert "skipped 11 of mtp" in checkpoint.summary()
-    assert "layers.0.mlp.router.e_score_correction_bias" not in dict(
-        checkpoint.tensors(dtype=torch.float32)
-    )
+    assert "layers.0.mlp.router.e_score_correction_bias" not in dict(checkpoint.tensors(dtype=torch.float32))
 
 
 # Damage that only the data show.
@@ -267,9 +244,7 @@ def test_scales_that_are_not_finite(tmp_path, value):
     name = "layers.2.attn.wkv.scale"
     scale = made.stored[name].clone()
     scale[0, 0] = value
-    assert f"{name}: a scale is not finite" in data_fault(
-        rewrite(made, made.stored | {name: scale})
-    )
+    assert f"{name}: a scale is not finite" in data_fault(rewrite(made, made.stored | {name: scale}))
 
 
 @pytest.mark.parametrize("bad", [-1, 3, 2**40])
@@ -303,9 +278,7 @@ def test_float16_holds_them_or_says_so(tmp_path):
 def test_smallest_scales_are_not_lost(made):
     name = "layers.1.ffn.experts.0.w1.scale"
     scale = torch.zeros_like(made.stored[name].view(torch.uint8)).view(E8M0)
-    read = dict(
-        open_checkpoint(rewrite(made, made.stored | {name: scale})).tensors(dtype=torch.bfloat16)
-    )
+    read = dict(open_checkpoint(rewrite(made, made.stored | {name: scale})).tensors(dtype=torch.bfloat16))
     gate = read["layers.1.mlp.experts.gate_up_proj"][0, :96]
     assert gate.abs().max().item() == 6 * 2.0**-127
 

@@ -72,9 +72,7 @@ def test_to_the_official_formats(tmp_path, recipe):
     folder = convert_checkpoint(made.folder, tmp_path / "new", to="official")
     checkpoint = open_checkpoint(folder).check()
     kept = open_checkpoint(made.folder).formats
-    assert checkpoint.formats["layers.1.mlp.experts"] == (
-        "fp8" if recipe.experts == "FP8" else "fp4"
-    )
+    assert checkpoint.formats["layers.1.mlp.experts"] == ("fp8" if recipe.experts == "FP8" else "fp4")
     assert checkpoint.formats["layers.1.self_attn.o_a_proj"] == "fp8"
     expected, read = values(made.folder, torch.float32), values(folder, torch.float32)
     for name, tensor in expected.items():
@@ -118,9 +116,7 @@ def test_unknown_targets(tmp_path):
 def test_progress(tmp_path):
     made = make_checkpoint(tmp_path / "made", CONFIG, Recipe())
     calls = []
-    convert_checkpoint(
-        made.folder, tmp_path / "new", progress=lambda done, total: calls.append((done, total))
-    )
+    convert_checkpoint(made.folder, tmp_path / "new", progress=lambda done, total: calls.append((done, total)))
     assert calls[-1][0] == calls[-1][1] == sum(tensor.nbytes for tensor in made.stored.values())
 
 

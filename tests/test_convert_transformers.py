@@ -28,9 +28,7 @@ WHOLE = {
 @pytest.fixture(autouse=True)
 def _quantised_files_on_a_cpu(monkeypatch):
     """transformers asks for accelerate before it decodes FP8, and does not use it for that."""
-    monkeypatch.setattr(
-        "transformers.quantizers.quantizer_finegrained_fp8.is_accelerate_available", lambda: True
-    )
+    monkeypatch.setattr("transformers.quantizers.quantizer_finegrained_fp8.is_accelerate_available", lambda: True)
 
 
 def random_hf(tmp_path, dtype=torch.float32, **overrides):
@@ -43,9 +41,7 @@ def random_hf(tmp_path, dtype=torch.float32, **overrides):
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if name.endswith("tid2eid"):
-                tensor.copy_(
-                    torch.stack([torch.randperm(config.n_routed_experts)[:2] for _ in tensor])
-                )
+                tensor.copy_(torch.stack([torch.randperm(config.n_routed_experts)[:2] for _ in tensor]))
             elif "norm.weight" in name:
                 tensor.normal_(1.0, 0.2)
             else:
@@ -55,10 +51,7 @@ def random_hf(tmp_path, dtype=torch.float32, **overrides):
 
 def ours(hf_model):
     """Its tensors by our names."""
-    return {
-        names.to_place("transformers", name).name: tensor
-        for name, tensor in hf_model.state_dict().items()
-    }
+    return {names.to_place("transformers", name).name: tensor for name, tensor in hf_model.state_dict().items()}
 
 
 def assert_same(read, expected):
@@ -85,9 +78,7 @@ def some_ids(length=20):
 @pytest.mark.parametrize("shard_size", ["5GB", "60KB"])
 def test_we_read_what_it_writes(tmp_path, original, dtype, shard_size):
     model = random_hf(tmp_path, dtype)
-    model.save_pretrained(
-        tmp_path / "saved", save_original_format=original, max_shard_size=shard_size
-    )
+    model.save_pretrained(tmp_path / "saved", save_original_format=original, max_shard_size=shard_size)
     checkpoint = open_checkpoint(tmp_path / "saved").check()
     assert checkpoint.scheme == ("hybrid" if original else "transformers")
     assert (len(checkpoint.shards) > 2) == (shard_size == "60KB")
@@ -114,9 +105,7 @@ def test_it_reads_what_we_write(tmp_path, form, dtype):
     ids = some_ids()
     config = Dsv4Config.from_hf(model.config.to_dict(), strict=False)
     write_checkpoint(ours(model), config, tmp_path / "written", format=form)
-    assert_same(
-        dict(open_checkpoint(tmp_path / "written").check().tensors(dtype=dtype)), ours(model)
-    )
+    assert_same(dict(open_checkpoint(tmp_path / "written").check().tensors(dtype=dtype)), ours(model))
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "written", dtype=dtype).eval()
     assert_same(ours(again), ours(model))
     assert torch.equal(logits(again, ids), logits(model, ids))
@@ -142,9 +131,7 @@ def test_decoded_values_are_the_same(tmp_path, form, recipe):
         for folder in ("made", "written"):
             model = AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype=dtype)
             assert_same(ours(model), values)
-            assert_same(
-                dict(open_checkpoint(tmp_path / folder).check().tensors(dtype=dtype)), values
-            )
+            assert_same(dict(open_checkpoint(tmp_path / folder).check().tensors(dtype=dtype)), values)
 
 
 @pytest.mark.parametrize("form", ["official", "transformers"])
@@ -178,9 +165,7 @@ def test_quantised_models_that_it_keeps_quantised(tmp_path, monkeypatch, origina
     assert names.from_place(checkpoint.scheme, place) in checkpoint.shards[0].tensors
 
 
-@pytest.mark.parametrize(
-    "name", ["a1_exact", "a2_exact_hca8", "a3_exact_clamp", "b1_fp8_fp4", "b2_fp8_only"]
-)
+@pytest.mark.parametrize("name", ["a1_exact", "a2_exact_hca8", "a3_exact_clamp", "b1_fp8_fp4", "b2_fp8_only"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_golden_checkpoints(name, dtype):
     """Files that neither of the two wrote: both read the same bits from them."""

@@ -50,9 +50,7 @@ def assert_same(read, expected):
 
 
 def stored_dtypes(folder):
-    return {
-        n: t.dtype for shard in open_checkpoint(folder).shards for n, t in shard.tensors.items()
-    }
+    return {n: t.dtype for shard in open_checkpoint(folder).shards for n, t in shard.tensors.items()}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -61,9 +59,7 @@ def stored_dtypes(folder):
 def test_reading_back_gives_the_same_bits(tmp_path, form, dtype, max_shard_bytes):
     state = random_state(dtype)
     config = dataclasses.replace(CONFIG, torch_dtype=dtype)
-    folder = write_checkpoint(
-        state, config, tmp_path / "new", format=form, max_shard_bytes=max_shard_bytes
-    )
+    folder = write_checkpoint(state, config, tmp_path / "new", format=form, max_shard_bytes=max_shard_bytes)
     checkpoint = open_checkpoint(folder).check()
     assert checkpoint.scheme == form
     assert_same(dict(checkpoint.tensors(dtype=checkpoint.config.torch_dtype)), state)
@@ -114,9 +110,7 @@ def test_the_official_formats(tmp_path):
     dtypes = stored_dtypes(folder)
     for name, spec in layout(CONFIG).items():
         pieces = checkpoint.sources[name].pieces
-        assert {dtypes[piece.weight.name] for piece in pieces} == {
-            by_official.get(spec.official, spec.official)
-        }
+        assert {dtypes[piece.weight.name] for piece in pieces} == {by_official.get(spec.official, spec.official)}
     assert checkpoint.config.torch_dtype == torch.bfloat16
     raw = json.loads((folder / "config.json").read_text())
     assert raw["expert_dtype"] == "fp4"
@@ -133,9 +127,7 @@ def test_the_official_formats(tmp_path):
 
 def test_base_models_keep_fp8_experts(tmp_path):
     config = dataclasses.replace(CONFIG, expert_dtype="fp8")
-    checkpoint = open_checkpoint(
-        write_checkpoint(random_state(), config, tmp_path / "new", dtype="official")
-    )
+    checkpoint = open_checkpoint(write_checkpoint(random_state(), config, tmp_path / "new", dtype="official"))
     assert checkpoint.check().formats["layers.0.mlp.experts"] == "fp8"
     assert checkpoint.config.expert_dtype == "fp8"
 
@@ -160,24 +152,18 @@ def test_one_file_where_it_fits(tmp_path):
 
 
 def test_shards_stay_below_their_limit(tmp_path):
-    folder = write_checkpoint(
-        random_state(), CONFIG, tmp_path / "new", format="hybrid", max_shard_bytes=100_000
-    )
+    folder = write_checkpoint(random_state(), CONFIG, tmp_path / "new", format="hybrid", max_shard_bytes=100_000)
     shards = open_checkpoint(folder).check().shards
     assert len(shards) > 3
     for shard in shards:
         payload = sum(tensor.nbytes for tensor in shard.tensors.values())
         assert payload <= 100_000 or len(shard.tensors) == 1
     index = json.loads((folder / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(
-        t.nbytes for s in shards for t in s.tensors.values()
-    )
+    assert index["metadata"]["total_size"] == sum(t.nbytes for s in shards for t in s.tensors.values())
 
 
 def test_tensors_of_whole_lines_lie_on_them(tmp_path):
-    folder = write_checkpoint(
-        random_state(), CONFIG, tmp_path / "new", format="transformers", dtype=torch.bfloat16
-    )
+    folder = write_checkpoint(random_state(), CONFIG, tmp_path / "new", format="transformers", dtype=torch.bfloat16)
     for shard in open_checkpoint(folder).shards:
         for tensor in shard.tensors.values():
             assert tensor.nbytes % 64 or tensor.begin % 64 == 0, tensor.name
@@ -191,9 +177,7 @@ def test_any_order_and_any_iterable(tmp_path, form):
         pairs = [(n, t) for n, t in random_state(torch.bfloat16).items()][::-1]
         state = dict(pairs)
     folder = write_checkpoint(iter(pairs), config, tmp_path / "new", format=form)
-    assert_same(
-        dict(open_checkpoint(folder).check().tensors(dtype=torch.bfloat16, native=True)), state
-    )
+    assert_same(dict(open_checkpoint(folder).check().tensors(dtype=torch.bfloat16, native=True)), state)
 
 
 def test_views_and_parameters_are_written(tmp_path):
@@ -207,18 +191,14 @@ def test_views_and_parameters_are_written(tmp_path):
 
 def test_extra_files_are_copied(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
-    folder = write_checkpoint(
-        random_state(), CONFIG, tmp_path / "new", extra_files=[tmp_path / "tokenizer.json"]
-    )
+    folder = write_checkpoint(random_state(), CONFIG, tmp_path / "new", extra_files=[tmp_path / "tokenizer.json"])
     assert (folder / "tokenizer.json").read_text() == "{}"
 
 
 def test_extra_files_cannot_replace_the_checkpoint(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(FileExistsError):
-        write_checkpoint(
-            random_state(), CONFIG, tmp_path / "new", extra_files=[tmp_path / "config.json"]
-        )
+        write_checkpoint(random_state(), CONFIG, tmp_path / "new", extra_files=[tmp_path / "config.json"])
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
@@ -254,9 +234,7 @@ def refused(tmp_path, state, message, config=CONFIG, **options):
     ],
 )
 def test_states_that_are_not_the_model(tmp_path, change, message):
-    state = {
-        name: tensor for name, tensor in (random_state() | change).items() if tensor is not None
-    }
+    state = {name: tensor for name, tensor in (random_state() | change).items() if tensor is not None}
     refused(tmp_path, state, message)
 
 
@@ -289,9 +267,7 @@ def test_weights_that_cannot_be_quantised(tmp_path):
         dtype="official",
     )
     config = dataclasses.replace(CONFIG, moe_intermediate_size=40)
-    state = {
-        n: torch.ones(s.shape, dtype=s.dtype or torch.float32) for n, s in layout(config).items()
-    }
+    state = {n: torch.ones(s.shape, dtype=s.dtype or torch.float32) for n, s in layout(config).items()}
     refused(tmp_path, state, "whole blocks of 32", config, dtype="official")
 
 
@@ -416,14 +392,8 @@ def test_a_killed_run_leaves_the_old_or_nothing(tmp_path):
 def test_names_of_blocks_do_not_mix(tmp_path):
     """Blocks 1 and 10 to 13 in files of their own, each with its own tensors."""
     config = Dsv4Config.tiny(num_hidden_layers=14, n_routed_experts=12)
-    state = {
-        n: torch.randn(s.shape).to(s.dtype or torch.float32) for n, s in layout(config).items()
-    }
-    state |= {
-        n: torch.zeros(t.shape, dtype=torch.int64)
-        for n, t in state.items()
-        if n.endswith("tid2eid")
-    }
+    state = {n: torch.randn(s.shape).to(s.dtype or torch.float32) for n, s in layout(config).items()}
+    state |= {n: torch.zeros(t.shape, dtype=torch.int64) for n, t in state.items() if n.endswith("tid2eid")}
     folder = write_checkpoint(state, config, tmp_path / "new")
     weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     for name, file in weight_map.items():

@@ -71,15 +71,11 @@ def test_the_identity_is_the_blocks_formula(model, prompt, layer):
 
 def test_zeroing_the_output_is_zeroing_its_weights(model, prompt):
     for layer in (1, 3, 4):
-        one = model.run_with_hooks(
-            prompt, [(f"layers.{layer}.self_attn.attention_output", torch.zeros_like)]
-        )
+        one = model.run_with_hooks(prompt, [(f"layers.{layer}.self_attn.attention_output", torch.zeros_like)])
         other = model.run_with_hooks(prompt, [(f"layers.{layer}.attention_post", torch.zeros_like)])
         torch.testing.assert_close(one, other)
         # The mixing is left.
-        assert not torch.allclose(
-            one, model.run_with_hooks(prompt, [(f"layers.{layer}.layer_mid", torch.zeros_like)])
-        )
+        assert not torch.allclose(one, model.run_with_hooks(prompt, [(f"layers.{layer}.layer_mid", torch.zeros_like)]))
 
 
 def test_the_readout_collapses_the_streams(model, prompt):
@@ -134,12 +130,8 @@ def test_selection_and_key_lengths_on_a_13_token_prompt(model, prompt):
 def test_the_mixture(model, prompt, layer):
     moe = f"layers.{layer}.mlp"
     _, cache = model.run_with_cache(prompt, f"{moe}.*")
-    logits, w, idx = (
-        cache[f"{moe}.{n}"] for n in ("router_logits", "expert_weights", "expert_indices")
-    )
-    routed, shared, out = (
-        cache[f"{moe}.{n}"] for n in ("routed_output", "shared_expert_output", "mlp_output")
-    )
+    logits, w, idx = (cache[f"{moe}.{n}"] for n in ("router_logits", "expert_weights", "expert_indices"))
+    routed, shared, out = (cache[f"{moe}.{n}"] for n in ("routed_output", "shared_expert_output", "mlp_output"))
 
     chosen = F.softplus(logits).sqrt().gather(-1, idx)
     scale = model.config.routed_scaling_factor
@@ -160,9 +152,7 @@ def test_expert_ablation(model, prompt):
         return weights.masked_fill(idx == e, 0)
 
     with model.hooks([("layers.4.mlp.expert_weights", ablate)]):
-        _, after = model.run_with_cache(
-            prompt, ["layers.4.layer_output", "layers.4.mlp.routed_output"]
-        )
+        _, after = model.run_with_cache(prompt, ["layers.4.layer_output", "layers.4.mlp.routed_output"])
     ablated, before = after["layer_output", 4], cache["layer_output", 4]
     assert ablated[:, -1, -1].shape == ablated[:, -1].mean(-2).shape == (1, model.hidden_size)
     assert not torch.equal(ablated[:, -1], before[:, -1])

@@ -103,9 +103,7 @@ def _gradients_stay_on():
 
 
 def test_every_script_is_run():
-    assert {path.stem for path in (ROOT / "examples").iterdir() if path.suffix == ".py"} == set(
-        TOLD
-    )
+    assert {path.stem for path in (ROOT / "examples").iterdir() if path.suffix == ".py"} == set(TOLD)
 
 
 @pytest.mark.parametrize("name", TOLD)

@@ -45,9 +45,7 @@ def test_no_token_hears_a_later_one(model: Dsv4, ids: Tensor):
     for t in range(TOKENS - 1):
         other = ids.clone()
         other[:, t + 1] = (other[:, t + 1] + 5) % model.vocab_size
-        assert_close(
-            model(other)[:, : t + 1], logits[:, : t + 1], "watched", f"token {t + 1} changed"
-        )
+        assert_close(model(other)[:, : t + 1], logits[:, : t + 1], "watched", f"token {t + 1} changed")
 
 
 def test_a_prefix_gives_the_same_logits(model: Dsv4, ids: Tensor):
@@ -72,14 +70,10 @@ def test_no_entry_is_an_empty_value_not_a_missing_one(model: Dsv4, ids: Tensor, 
 
 
 @pytest.mark.parametrize(("kind", "rate"), [(CSA, 4), (HCA, 8)])
-def test_entries_are_weighed_from_their_last_token_on(
-    model: Dsv4, ids: Tensor, kind: str, rate: int
-):
+def test_entries_are_weighed_from_their_last_token_on(model: Dsv4, ids: Tensor, kind: str, rate: int):
     """Faults 4 and 26: too early, or never."""
     layer = layers_of(model, kind)[0]
-    _, cache = model.run_with_cache(
-        ids, [f"layers.{layer}.self_attn.attention_probabilities", "**.indexer_selection"]
-    )
+    _, cache = model.run_with_cache(ids, [f"layers.{layer}.self_attn.attention_probabilities", "**.indexer_selection"])
     weights = cache[f"layers.{layer}.self_attn.attention_probabilities"][..., TOKENS:]
     for entry in range(weights.shape[-1]):
         seen = weights[..., entry].sum((0, 1)) > 0
@@ -122,9 +116,7 @@ def test_the_sink_takes_its_share(model: Dsv4, ids: Tensor):
         at = f"layers.{i}.self_attn"
         rows = cache[f"{at}.attention_probabilities"].sum(-1)
         assert bool((rows < 1).all())
-        assert_close(
-            rows + cache[f"{at}.attention_sink_probability"], torch.ones_like(rows), "watched"
-        )
+        assert_close(rows + cache[f"{at}.attention_sink_probability"], torch.ones_like(rows), "watched")
 
 
 # Formulas.
@@ -149,17 +141,9 @@ def test_compressed_blocks_turn_everything_by_their_own_rotary(ids: Tensor):
         other = Dsv4.from_config(fault_config(rope_parameters=ropes), seed=1)
         for i, layer_type in enumerate(config.layer_types):
             streams = torch.randn(1, TOKENS, 4, 32)
-            own = [
-                n
-                for n in names_of(base, {n.rsplit(".", 1)[-1] for n in names})
-                if n.startswith(f"layers.{i}.")
-            ]
-            _, before = base.run_with_cache(
-                streams, own, input_ids=ids[:1], start_at_layer=i, stop_at_layer=i + 1
-            )
-            _, after = other.run_with_cache(
-                streams, own, input_ids=ids[:1], start_at_layer=i, stop_at_layer=i + 1
-            )
+            own = [n for n in names_of(base, {n.rsplit(".", 1)[-1] for n in names}) if n.startswith(f"layers.{i}.")]
+            _, before = base.run_with_cache(streams, own, input_ids=ids[:1], start_at_layer=i, stop_at_layer=i + 1)
+            _, after = other.run_with_cache(streams, own, input_ids=ids[:1], start_at_layer=i, stop_at_layer=i + 1)
             assert len(own) == {SLIDING: 2, HCA: 3, CSA: 5}[layer_type]
             for name in own:
                 moved = not torch.equal(before[name], after[name])
@@ -230,9 +214,7 @@ def test_indexer_scores_and_picks(ids: Tensor):
             f"layers.{i}.attention_norm_output"
         ].double().transpose(1, 2)
         weights = weights.transpose(1, 2) * 8**-0.5
-        scores = torch.einsum(
-            "bsh,bshe->bse", weights, torch.einsum("bshd,bed->bshe", queries, keys).relu() * 8**-0.5
-        )
+        scores = torch.einsum("bsh,bshe->bse", weights, torch.einsum("bshd,bed->bshe", queries, keys).relu() * 8**-0.5)
         closed = torch.arange(TOKENS // 4) < (torch.arange(TOKENS)[:, None] + 1) // 4
         scores = scores.masked_fill(~closed, -torch.inf)
         assert_close(cache[f"{at}.indexer_scores"], scores, "watched")
@@ -253,10 +235,7 @@ def test_routing_weights_ignore_the_bias_and_sum_to_the_factor(ids: Tensor):
             model.layers[i].mlp.router.e_score_correction_bias[5] = 10.0
     _, cache = model.run_with_cache(ids, "**")
     for i in range(4):
-        indices, weights, scores = (
-            cache[f"layers.{i}.mlp.{leaf}"]
-            for leaf in ("expert_indices", "expert_weights", "router_scores")
-        )
+        indices, weights, scores = (cache[f"layers.{i}.mlp.{leaf}"] for leaf in ("expert_indices", "expert_weights", "router_scores"))
         assert_close(weights.sum(-1), torch.full_like(weights[..., 0], 2.5), "watched")
         chosen = scores.gather(-1, indices)
         assert_close(weights, 2.5 * chosen / chosen.sum(-1, keepdim=True), "watched")
@@ -289,8 +268,7 @@ def test_the_routing_weight_comes_after_the_down_projection(model: Dsv4, ids: Te
     _, cache = model.run_with_cache(ids, "**")
     for i, layer in enumerate(model.layers):
         neurons, indices, weights, outputs = (
-            cache[f"layers.{i}.mlp.{leaf}"]
-            for leaf in ("expert_neurons", "expert_indices", "expert_weights", "expert_outputs")
+            cache[f"layers.{i}.mlp.{leaf}"] for leaf in ("expert_neurons", "expert_indices", "expert_weights", "expert_outputs")
         )
         down = torch.einsum("bski,bskhi->bskh", neurons, layer.mlp.experts.down_proj[indices])
         assert_close(outputs, down * weights[..., None], "watched")
@@ -299,9 +277,7 @@ def test_the_routing_weight_comes_after_the_down_projection(model: Dsv4, ids: Te
 # Routers at the ends of float32.
 
 
-@pytest.mark.parametrize(
-    "logit", [-1e4, -300.0, -206.0, -200.0, -180.0, -150.0, -100.0, -20.0, 0.0, 20.0, 100.0, 1e4]
-)
+@pytest.mark.parametrize("logit", [-1e4, -300.0, -206.0, -200.0, -180.0, -150.0, -100.0, -20.0, 0.0, 20.0, 100.0, 1e4])
 @pytest.mark.parametrize("spread", [0.0, 1.0])
 def test_router_logits_of_any_size(model: Dsv4, ids: Tensor, logit: float, spread: float):
     """Fault 34: values and gradients stay finite, on hash blocks too."""
@@ -331,9 +307,7 @@ def test_edited_embeddings_do_not_reroute(model: Dsv4, ids: Tensor):
     with model.hooks(hooks):
         _, cache = model.run_with_cache(ids, "**.expert_indices")
     for i in (0, 1):
-        assert torch.equal(
-            cache[f"layers.{i}.mlp.expert_indices"], model.layers[i].mlp.router.tid2eid[ids]
-        )
+        assert torch.equal(cache[f"layers.{i}.mlp.expert_indices"], model.layers[i].mlp.router.tid2eid[ids])
 
 
 @pytest.mark.parametrize("wrong", [64, -1, 2**40])

@@ -53,9 +53,7 @@ def test_43_a_hook_of_another_dtype_does_not_promote_what_follows(scale):
 def test_68_identity_hooks_change_no_dtype_and_no_logit():
     """Also in a mixed model whose first parameter is float32."""
     model = watched_model(torch.bfloat16)
-    model.embed_tokens = torch.nn.Embedding.from_pretrained(
-        model.embed_tokens.weight.data.clone(), freeze=False
-    )
+    model.embed_tokens = torch.nn.Embedding.from_pretrained(model.embed_tokens.weight.data.clone(), freeze=False)
     assert next(model.layers[0].attn_hc.parameters()).dtype == torch.float32
     with torch.no_grad():
         expected, cache = model.run_with_cache(IDS, "**")
@@ -69,10 +67,7 @@ def test_68_identity_hooks_change_no_dtype_and_no_logit():
 
 
 def test_70_an_edit_is_applied_once_and_values_are_what_their_names_say():
-    output, mid, post, before = (
-        f"layers.3.{n}"
-        for n in ("self_attn.attention_output", "layer_mid", "attention_post", "layer_input")
-    )
+    output, mid, post, before = (f"layers.3.{n}" for n in ("self_attn.attention_output", "layer_mid", "attention_post", "layer_input"))
     with torch.no_grad():
         _, plain = MODEL.run_with_cache(IDS, [output, mid, post, before, "layers.3.attention_comb"])
         with MODEL.hooks([(output, lambda v, hook: v + 1)]):
@@ -108,9 +103,7 @@ def test_71_all_ways_of_running_agree():
             results[mode, "plain"] = MODEL(IDS)
             results[mode, "residual set"] = MODEL.run_with_cache(IDS)[0]
             results[mode, "everything"] = MODEL.run_with_cache(IDS, "**")[0]
-            results[mode, "identity hooks"] = MODEL.run_with_hooks(
-                IDS, [("**", lambda v, hook: None)]
-            )
+            results[mode, "identity hooks"] = MODEL.run_with_hooks(IDS, [("**", lambda v, hook: None)])
     expected = results[torch.no_grad, "plain"]
     for logits in results.values():
         assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
@@ -142,9 +135,7 @@ def test_86_patching_across_lengths_and_head_counts():
         for name in ("attention_probabilities", "attention_keys", "attention_queries"):
             value = cache[name, 1]
             with pytest.raises(ValueError, match=rf"layers.1.self_attn.{name} returned shape"):
-                MODEL.run_with_hooks(
-                    IDS[:, :7], [(f"layers.1.self_attn.{name}", lambda v, hook, value=value: value)]
-                )
+                MODEL.run_with_hooks(IDS[:, :7], [(f"layers.1.self_attn.{name}", lambda v, hook, value=value: value)])
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -249,9 +240,7 @@ def test_92_n_new_tokens_are_n_forwards(count):
         [
             (
                 "layers.0.layer_output",
-                lambda v, hook: steps.append(
-                    (hook.step, v.shape[1], hook.positions.flatten().tolist())
-                ),
+                lambda v, hook: steps.append((hook.step, v.shape[1], hook.positions.flatten().tolist())),
             )
         ]
     ):
@@ -264,9 +253,7 @@ def test_92_n_new_tokens_are_n_forwards(count):
 
 def test_100_bfloat16_is_no_worse_with_everything_watched():
     model, exact = watched_model(torch.bfloat16), watched_model()
-    exact.load_state_dict(
-        {k: v.float() if v.is_floating_point() else v for k, v in model.state_dict().items()}
-    )
+    exact.load_state_dict({k: v.float() if v.is_floating_point() else v for k, v in model.state_dict().items()})
     with torch.no_grad():
         expected = exact(IDS)
         error = (model(IDS) - expected).abs().mean()
@@ -280,9 +267,7 @@ def test_101_sinks_the_readout_and_the_norm():
     for layer in range(6):
         rows = cache["attention_probabilities", layer].sum(-1)
         assert (rows < 1).all()
-        torch.testing.assert_close(
-            rows + cache["attention_sink_probability", layer], torch.ones_like(rows)
-        )
+        torch.testing.assert_close(rows + cache["attention_sink_probability", layer], torch.ones_like(rows))
     # From cached streams and weights to the logits.
     collapsed = (cache["readout_weights"].unsqueeze(-1) * cache["layer_output", 5]).sum(2)
     normed = F.rms_norm(collapsed, (32,), MODEL.norm.weight, MODEL.config.rms_norm_eps)

@@ -90,9 +90,7 @@ def case(request) -> Case:
 def test_logits(case: Case):
     expected = case.expected.get("logits")
     if expected is None:
-        expected = torch.cat(
-            (case.expected["prefill.logits"], case.expected["decode.logits"]), dim=1
-        )
+        expected = torch.cat((case.expected["prefill.logits"], case.expected["decode.logits"]), dim=1)
     assert_close(case.plain, expected, "golden logits", "logits")
     assert_close(case.logits, expected, "golden logits", "logits of the watched run")
 
@@ -115,9 +113,7 @@ def test_every_kind_of_value_is_met():
 
 def test_routing(case: Case):
     for block, indices in case.official("router_idx").items():
-        ours, weights = (
-            case.ours(f"mlp.{name}", block) for name in ("expert_indices", "expert_weights")
-        )
+        ours, weights = (case.ours(f"mlp.{name}", block) for name in ("expert_indices", "expert_weights"))
         order, expected_order = ours.argsort(-1), indices.argsort(-1)
         assert torch.equal(ours.gather(-1, order), indices.long().gather(-1, expected_order))
         expected = case.official("router_w")[block].gather(-1, expected_order)
@@ -165,23 +161,17 @@ def test_rotary_tables(unit, table: str):
     if rope is None:
         folder = next(name for name in CASES if name.startswith(table[:2]))
         rope = Dsv4.from_pretrained(GOLDEN / folder).config.rope_parameters["compress"]
-    cos, sin = Rotary(width, {"beta_fast": 32, "beta_slow": 1} | dict(rope))(
-        unit["rope.positions"].long()
-    )
+    cos, sin = Rotary(width, {"beta_fast": 32, "beta_slow": 1} | dict(rope))(unit["rope.positions"].long())
     assert_close(cos, unit[f"rope.{table}.cos"], "golden rotary", "cos")
     assert_close(sin, unit[f"rope.{table}.sin"], "golden rotary", "sin")
 
 
-@pytest.mark.parametrize(
-    ("name", "eps", "iters"), [("hc", 1e-6, 20), ("hc_eps1e-2", 1e-2, 20), ("hc_iters3", 1e-6, 3)]
-)
+@pytest.mark.parametrize(("name", "eps", "iters"), [("hc", 1e-6, 20), ("hc_eps1e-2", 1e-2, 20), ("hc_iters3", 1e-6, 3)])
 def test_hyper_connection_weights(unit, name: str, eps: float, iters: int):
     logits, scale, base, n = unit["hc.mixes"], unit["hc.scale"], unit["hc.base"], 4
     pre = read_weights(logits[..., :n], scale[0], base[:n], eps)
     post = write_weights(logits[..., n : 2 * n], scale[1], base[n : 2 * n])
-    comb = sinkhorn_rounds(
-        mixing_start(logits[..., 2 * n :], scale[2], base[2 * n :], eps, n), iters, eps
-    )[..., -1, :, :]
+    comb = sinkhorn_rounds(mixing_start(logits[..., 2 * n :], scale[2], base[2 * n :], eps, n), iters, eps)[..., -1, :, :]
     for part, value in (("pre", pre), ("post", post), ("comb", comb)):
         assert_close(value, unit[f"{name}.{part}"], "golden weights", part)
 

@@ -41,9 +41,7 @@ def case(request):
     return model.requires_grad_(False), load_file(GOLDEN / folder / f"{name}.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("split", "rewind"), [("at once", 0), ("one by one", None), ("by five", 3)]
-)
+@pytest.mark.parametrize(("split", "rewind"), [("at once", 0), ("one by one", None), ("by five", 3)])
 def test_prefill_and_decode(case, split, rewind):
     model, expected = case
     ids, prompt = expected["input_ids"].long(), int(expected["prompt_len"])

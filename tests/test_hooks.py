@@ -65,9 +65,7 @@ def in_place(write):
 # At every point.
 
 
-@pytest.mark.parametrize(
-    "layer", [None, 0, 4, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2, 3, 5))]
-)
+@pytest.mark.parametrize("layer", [None, 0, 4, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2, 3, 5))])
 def test_writing_in_place_is_returning(layer):
     """At every point, with and without autograd, in inference mode, and through .data, which leaves no trace in the version."""
     modes = [torch.no_grad, torch.enable_grad, torch.inference_mode]
@@ -105,9 +103,7 @@ def test_keys_and_values_are_one_tensor_until_one_is_replaced(layer, plain):
         assert torch.equal(before[keys], before[values])
         in_keys = run([(keys, double)])
         assert torch.equal(in_keys, run([(values, double)]))
-        assert torch.equal(
-            in_keys, run([(keys, lambda v, hook: 2 * v), (values, lambda v, hook: 2 * v)])
-        )
+        assert torch.equal(in_keys, run([(keys, lambda v, hook: 2 * v), (values, lambda v, hook: 2 * v)]))
         assert not torch.equal(in_keys, run([(keys, lambda v, hook: 2 * v)]))
         assert not torch.equal(in_keys, run([(values, lambda v, hook: 2 * v)]))
         run([(keys, look), (values, look)])
@@ -143,9 +139,7 @@ def test_gradients_of_keys_and_values_are_apart():
         logits = run(hooks, bwd_hooks=[([keys, values], keep)])
         logits[REAL].square().sum().backward()
         with MODEL.hooks(hooks):
-            logits, cache = MODEL.run_with_cache(
-                IDS, [keys, values], attention_mask=MASK, detach=False
-            )
+            logits, cache = MODEL.run_with_cache(IDS, [keys, values], attention_mask=MASK, detach=False)
         expected = torch.autograd.grad(logits[REAL].square().sum(), [cache[keys], cache[values]])
         torch.testing.assert_close([grads[keys], grads[values]], list(expected))
         assert not torch.allclose(*expected)
@@ -197,9 +191,7 @@ def test_every_point_tells_what_it_is():
         assert hook.positions.tolist() == [list(range(19)), [-1] * 6 + list(range(13))]
         assert torch.equal(hook.valid, REAL)
         assert hook.description
-        assert hook.layer == (
-            int(hook.name.split(".")[1]) if hook.name.startswith("layers.") else None
-        )
+        assert hook.layer == (int(hook.name.split(".")[1]) if hook.name.startswith("layers.") else None)
 
     run([("**", look)])
     # Each exactly once, in the order of hook_dict.
@@ -349,9 +341,7 @@ def test_a_written_selection_is_a_set():
         none = written(torch.full_like(chosen, -1))
         # A query without entries sees the window alone.
         with MODEL.hooks([(SELECTION, lambda v, hook: torch.full_like(v, -1))]):
-            _, cache = MODEL.run_with_cache(
-                IDS, "layers.1.self_attn.attention_probabilities", attention_mask=MASK
-            )
+            _, cache = MODEL.run_with_cache(IDS, "layers.1.self_attn.attention_probabilities", attention_mask=MASK)
         assert cache["attention_probabilities", 1][..., 19:].abs().max() == 0
         assert torch.equal(none, run([(SCORES, lambda v, hook: v - float("inf"))]))
         for entry, said in (
@@ -449,9 +439,7 @@ def test_a_floating_dtype_is_cast_back(dtype):
             with MODEL.hooks([(name, lambda v, hook: v.to(dtype))]):
                 logits, cache = MODEL.run_with_cache(IDS, name)
             assert cache[name].dtype == torch.float32
-            assert torch.equal(
-                logits, MODEL.run_with_hooks(IDS, [(name, lambda v, hook: v.to(dtype).float())])
-            )
+            assert torch.equal(logits, MODEL.run_with_hooks(IDS, [(name, lambda v, hook: v.to(dtype).float())]))
 
 
 def test_integers_only_if_they_fit():
@@ -459,21 +447,15 @@ def test_integers_only_if_they_fit():
     with torch.no_grad():
         expected = run([(name, changed)])
         for dtype in (torch.int32, torch.int16, torch.uint8, torch.uint64):
-            assert torch.equal(
-                run([(name, lambda v, hook, to=dtype: changed(v, hook).to(to))]), expected
-            )
+            assert torch.equal(run([(name, lambda v, hook, to=dtype: changed(v, hook).to(to))]), expected)
         huge = torch.full((2, 19, 2), 2**64 - 1, dtype=torch.uint64)
         with pytest.raises(ValueError, match=r"torch.uint64 values that do not fit torch.int64"):
             run([(name, lambda v, hook: huge)])
         for dtype in (torch.float32, torch.bool):
-            with pytest.raises(
-                TypeError, match=f"returned dtype {dtype}; the value is torch.int64"
-            ):
+            with pytest.raises(TypeError, match=f"returned dtype {dtype}; the value is torch.int64"):
                 run([(name, lambda v, hook, to=dtype: v.to(to))])
         for wrong in (-1, MODEL.num_experts):
-            with pytest.raises(
-                ValueError, match=f"{name} was given expert {wrong}; expected 0 <= id < 8"
-            ):
+            with pytest.raises(ValueError, match=f"{name} was given expert {wrong}; expected 0 <= id < 8"):
                 run([(name, lambda v, hook, wrong=wrong: torch.full_like(v, wrong))])
 
 
@@ -526,9 +508,7 @@ FORMS = [
 @pytest.mark.parametrize("fn", FORMS, ids=lambda fn: getattr(fn, "__name__", type(fn).__name__))
 def test_forms_of_hook_functions(fn):
     with torch.no_grad():
-        assert torch.equal(
-            run([(OUTPUT, fn)]), run([(OUTPUT, lambda value, hook: torch.zeros_like(value))])
-        )
+        assert torch.equal(run([(OUTPUT, fn)]), run([(OUTPUT, lambda value, hook: torch.zeros_like(value))]))
 
 
 def test_what_is_no_hook_function():
@@ -554,16 +534,12 @@ def test_gradient_hooks_see_replace_and_write():
 
     def gradients(hook_function):
         MODEL.zero_grad()
-        logits = MODEL.run_with_hooks(
-            IDS, bwd_hooks=[(name, hook_function)] if hook_function else []
-        )
+        logits = MODEL.run_with_hooks(IDS, bwd_hooks=[(name, hook_function)] if hook_function else [])
         (logits * weights).sum().backward()
         return {n: p.grad.clone() for n, p in MODEL.named_parameters() if p.grad is not None}
 
     plain = gradients(None)
-    looked = gradients(
-        lambda grad, hook: seen.append((hook.name, hook.positions.tolist(), grad.clone()))
-    )
+    looked = gradients(lambda grad, hook: seen.append((hook.name, hook.positions.tolist(), grad.clone())))
     assert seen[0][:2] == (name, [list(range(19))] * 2)
     for key in plain:
         torch.testing.assert_close(looked[key], plain[key], rtol=1e-5, atol=1e-6)
@@ -670,9 +646,7 @@ def test_gradients_without_a_parameter_that_requires_one():
     model = watched_model()
     model.requires_grad_(False)
     seen = {}
-    logits = model.run_with_hooks(
-        IDS, bwd_hooks=[("layers.3.layer_output", lambda g, hook: seen.update({hook.name: g}))]
-    )
+    logits = model.run_with_hooks(IDS, bwd_hooks=[("layers.3.layer_output", lambda g, hook: seen.update({hook.name: g}))])
     logits.sum().backward()
     expected = torch.autograd.grad(MODEL.run_with_cache(IDS, [])[0].sum(), MODEL.norm.weight)
     assert expected[0].abs().sum() > 0
@@ -733,9 +707,7 @@ def test_add_hook_by_pattern_list_and_reset(plain):
 def test_nested_contexts_and_the_users_own_hooks_survive():
     calls = []
     own = MODEL.add_hook(OUTPUT, lambda v, hook: calls.append("own"))
-    theirs = MODEL.layers[4].self_attn.attention_output.register_forward_hook(
-        lambda *args: calls.append("torch")
-    )
+    theirs = MODEL.layers[4].self_attn.attention_output.register_forward_hook(lambda *args: calls.append("torch"))
     on_module = MODEL.layers[4].register_forward_hook(lambda *args: calls.append("module"))
 
     def fires(*expected):
@@ -965,9 +937,7 @@ def test_more_reasons_why_a_hook_did_not_fire():
     for mode in (torch.no_grad, torch.inference_mode):
         with (
             mode(),
-            warned(
-                f"the gradient hook at {OUTPUT} never fired in this run: no gradient was recorded"
-            ),
+            warned(f"the gradient hook at {OUTPUT} never fired in this run: no gradient was recorded"),
         ):
             run(bwd_hooks=[(OUTPUT, nothing)])
 
@@ -1066,13 +1036,9 @@ def test_torch_hooks_on_points_act_like_ours(plain):
         expected = run([(name, torch.zeros_like)])
         for register in (
             lambda: point.register_forward_hook(lambda module, args, out: torch.zeros_like(out)),
-            lambda: point.register_forward_hook(
-                lambda module, args, out: [out.zero_()][1:] or None
-            ),
+            lambda: point.register_forward_hook(lambda module, args, out: [out.zero_()][1:] or None),
             lambda: point.register_forward_pre_hook(lambda module, args: torch.zeros_like(args[0])),
-            lambda: point.register_forward_hook(
-                lambda module, args, kwargs, out: out * 0, with_kwargs=True, prepend=True
-            ),
+            lambda: point.register_forward_hook(lambda module, args, kwargs, out: out * 0, with_kwargs=True, prepend=True),
         ):
             handle = register()
             assert torch.equal(MODEL(IDS, attention_mask=MASK), expected)
@@ -1123,16 +1089,12 @@ def test_sublayers_and_blocks_return_tensors():
     ]
     for i, layer in enumerate(MODEL.layers):
         module, value = pairs[i % len(pairs)]
-        handle = module(layer).register_forward_hook(
-            lambda module, args, out: torch.zeros_like(out)
-        )
+        handle = module(layer).register_forward_hook(lambda module, args, out: torch.zeros_like(out))
         with torch.no_grad():
             theirs = MODEL(IDS)
         handle.remove()
         with torch.no_grad():
-            assert torch.equal(
-                theirs, MODEL.run_with_hooks(IDS, [(f"layers.{i}.{value}", torch.zeros_like)])
-            )
+            assert torch.equal(theirs, MODEL.run_with_hooks(IDS, [(f"layers.{i}.{value}", torch.zeros_like)]))
 
 
 def test_points_have_no_state():

@@ -60,9 +60,7 @@ def close(actual, expected, limit=1e-5):
 def test_1_the_block_is_its_formula(seen, layer):
     _, _, cache, _ = seen
     x, mid, out = block(cache, layer, "layer_input", "layer_mid", "layer_output")
-    comb, post, attention = block(
-        cache, layer, "attention_comb", "attention_post", "attention_output"
-    )
+    comb, post, attention = block(cache, layer, "attention_comb", "attention_post", "attention_output")
     close(comb.mT @ x + post[..., None] * attention[..., None, :], mid)
     comb, post, mixture = block(cache, layer, "mlp_comb", "mlp_post", "mlp_output")
     close(comb.mT @ mid + post[..., None] * mixture[..., None, :], out)
@@ -81,17 +79,13 @@ def test_2_columns_of_comb_sum_to_one_and_the_stream_mean_follows(seen, layer):
         ("attention", "layer_input", "layer_mid", "attention_output"),
         ("mlp", "layer_mid", "layer_output", "mlp_output"),
     ):
-        comb, post, rounds, start = block(
-            cache, layer, f"{site}_comb", f"{site}_post", f"{site}_sinkhorn", f"{site}_comb_start"
-        )
+        comb, post, rounds, start = block(cache, layer, f"{site}_comb", f"{site}_post", f"{site}_sinkhorn", f"{site}_comb_start")
         assert (comb.sum(-2) - 1).abs().max() <= 1e-4
         x, y, out = block(cache, layer, before, after, added)
         mean = (comb.sum(-1)[..., None] * x).mean(2) + post.mean(-1, keepdim=True) * out
         close(mean, y.mean(2))
         if model.config.hc_sinkhorn_iters == 20:
-            assert (
-                x.mean(2) + post.mean(-1, keepdim=True) * out - y.mean(2)
-            ).abs().max() <= 1e-3 * y.abs().max()
+            assert (x.mean(2) + post.mean(-1, keepdim=True) * out - y.mean(2)).abs().max() <= 1e-3 * y.abs().max()
         # The rounds: columns first, then (row, column) pairs; the last is comb.
         eps = model.config.hc_eps
         step = start / (start.sum(-2, keepdim=True) + eps)
@@ -119,9 +113,7 @@ def test_3_the_lens_on_the_last_block_is_the_logits(seen):
 def test_4_the_mixture(seen, layer):
     model, _, cache, _ = seen
     mlp, config = model.layers[layer].mlp, model.config
-    raw, scores, indices, weights = block(
-        cache, layer, "router_logits", "router_scores", "expert_indices", "expert_weights"
-    )
+    raw, scores, indices, weights = block(cache, layer, "router_logits", "router_scores", "expert_indices", "expert_weights")
     close(F.softplus(raw).sqrt(), scores)
     chosen = scores.gather(-1, indices)
     close(chosen / chosen.sum(-1, keepdim=True) * config.routed_scaling_factor, weights)
@@ -133,27 +125,20 @@ def test_4_the_mixture(seen, layer):
             cache["router_selection_scores", layer].topk(config.num_experts_per_tok).indices,
             indices,
         )
-    routed, shared, out, slots = block(
-        cache, layer, "routed_output", "shared_expert_output", "mlp_output", "expert_outputs"
-    )
+    routed, shared, out, slots = block(cache, layer, "routed_output", "shared_expert_output", "mlp_output", "expert_outputs")
     close(routed + shared, out)
     close(slots.sum(2), routed)
-    x, gate, up, active, neurons = block(
-        cache, layer, "mlp_input", "expert_gate", "expert_up", "expert_activation", "expert_neurons"
-    )
+    x, gate, up, active, neurons = block(cache, layer, "mlp_input", "expert_gate", "expert_up", "expert_activation", "expert_neurons")
     limit = config.swiglu_limit
     matrices = mlp.experts.gate_up_proj[indices]
     close(torch.einsum("bsh,bskoh->bsko", x, matrices), torch.cat((gate, up), dim=-1))
     close(F.silu(gate.clamp(max=limit)), active)
     close(active * up.clamp(-limit, limit), neurons)
     close(
-        torch.einsum("bski,bskhi->bskh", neurons, mlp.experts.down_proj[indices])
-        * weights[..., None],
+        torch.einsum("bski,bskhi->bskh", neurons, mlp.experts.down_proj[indices]) * weights[..., None],
         slots,
     )
-    gate, up, active, neurons = block(
-        cache, layer, "mlp_gate", "mlp_up", "mlp_activation", "mlp_neurons"
-    )
+    gate, up, active, neurons = block(cache, layer, "mlp_gate", "mlp_up", "mlp_activation", "mlp_neurons")
     close(mlp.shared_experts.gate_proj(x), gate)
     close(F.silu(gate.clamp(max=limit)), active)
     close(active * up.clamp(-limit, limit), neurons)
@@ -189,9 +174,7 @@ def test_5_the_pattern_is_a_softmax_with_a_sink(seen, layer):
     products = queries @ keys.mT * model.head_dim**-0.5
     close(products[seen_keys], scores[seen_keys])
     cos, sin = model.rotary[attention.rope_kind](cache.positions)
-    close(
-        rotate_back((pattern @ values).transpose(1, 2), cos.unsqueeze(2), sin.unsqueeze(2)), heads
-    )
+    close(rotate_back((pattern @ values).transpose(1, 2), cos.unsqueeze(2), sin.unsqueeze(2)), heads)
     assert torch.equal(heads.flatten(2), cache["attention_premix", layer])
     assert torch.equal(sinks, attention.sinks[None, :, None].expand_as(sinks))
     # A query sees the window of tokens and the entries that are closed, counted from the row's first real token.
@@ -206,9 +189,7 @@ def test_5_the_pattern_is_a_softmax_with_a_sink(seen, layer):
         entries = cache["compressed_entries", layer]
         assert torch.equal(keys[:, 0, 19:][places[:, 19:] >= 0], entries[places[:, 19:] >= 0])
         counts = real.sum(1) // rate
-        assert places[:, 19:].tolist() == [
-            [w * rate if w < n else -1 for w in range(19 // rate)] for n in counts.tolist()
-        ]
+        assert places[:, 19:].tolist() == [[w * rate if w < n else -1 for w in range(19 // rate)] for n in counts.tolist()]
         closed = (places[:, None, 19:] >= 0) & (places[:, None, 19:] + rate - 1 <= at)
         assert (seen_keys[:, 0, :, 19:] <= closed).all()
 
@@ -216,9 +197,7 @@ def test_5_the_pattern_is_a_softmax_with_a_sink(seen, layer):
 @pytest.mark.parametrize("layer", LAYERS)
 def test_6_head_results_sum_to_the_output_and_the_selection_bounds_the_pattern(seen, layer):
     model, _, cache, real = seen
-    results, output, pattern = block(
-        cache, layer, "attention_head_results", "attention_output", "attention_probabilities"
-    )
+    results, output, pattern = block(cache, layer, "attention_head_results", "attention_output", "attention_probabilities")
     close(results.sum(2), output)
     if model.layer_types[layer] == "compressed_sparse_attention":
         selection = cache["indexer_selection", layer]
@@ -228,9 +207,7 @@ def test_6_head_results_sum_to_the_output_and_the_selection_bounds_the_pattern(s
             assert attended == kept
             scores = cache["indexer_scores", layer][b, s]
             best = scores.sort(descending=True, stable=True).indices[: selection.shape[-1]].tolist()
-            assert selection[b, s].tolist() == [
-                e if scores[e] > float("-inf") else -1 for e in best
-            ]
+            assert selection[b, s].tolist() == [e if scores[e] > float("-inf") else -1 for e in best]
         heads, weights = block(cache, layer, "indexer_head_scores", "indexer_head_weights")
         combined = (heads * weights[..., None]).sum(2)
         finite = ~cache["indexer_scores", layer].isinf()
@@ -252,9 +229,7 @@ def test_7_and_8_replacing(layer):
             assert (logits - plain)[real].abs().max() <= 1e-5 * plain.abs().max(), name
             if name not in writable(model):
                 continue
-            same = model.run_with_hooks(
-                ids, [(name, lambda v, hook, value=value: value)], attention_mask=mask
-            )
+            same = model.run_with_hooks(ids, [(name, lambda v, hook, value=value: value)], attention_mask=mask)
             assert torch.equal(same, logits), name
             with model.hooks([(name, changed)]):
                 edited, after = model.run_with_cache(ids, name, attention_mask=mask)
@@ -278,15 +253,9 @@ def test_7_and_8_at_other_lengths(dtype, seq, padding, rows):
             value = cache[name]
             assert value.shape == expected_shape(model, name, rows, seq), name
             for fn in (lambda v, hook, value=value: value, lambda v, hook: None):
-                assert torch.equal(
-                    model.run_with_hooks(ids, [(name, fn)], attention_mask=mask), logits
-                ), name
+                assert torch.equal(model.run_with_hooks(ids, [(name, fn)], attention_mask=mask), logits), name
             edited = model.run_with_hooks(ids, [(name, changed)], attention_mask=mask)
-            decides_nothing = (
-                leaf(name) in CHOOSING
-                and name.count("indexer")
-                and entries <= model.config.index_topk
-            )
+            decides_nothing = leaf(name) in CHOOSING and name.count("indexer") and entries <= model.config.index_topk
             # The streams of block 0 are equal, and every mixing of equal streams is the same.
             mixes_equals = name.startswith("layers.0.attention_comb")
             if value.numel() and not decides_nothing and not mixes_equals:
@@ -302,9 +271,7 @@ def test_8_what_comes_after_is_what_a_run_with_that_value_gives():
     with torch.no_grad():
         # Streams of another document: the logits of that document, but for the hash blocks, which see ids.
         _, cache = model.run_with_cache(other, "layers.3.layer_input", **keys)
-        patched = model.run_with_hooks(
-            ids, [("layers.3.layer_input", lambda v, hook: cache[hook.name])], **keys
-        )
+        patched = model.run_with_hooks(ids, [("layers.3.layer_input", lambda v, hook: cache[hook.name])], **keys)
         assert torch.equal(patched, model(other, **keys))
         # Embeddings never decide the routing.
         with model.hooks([("token_embeddings", changed)]):
@@ -321,9 +288,7 @@ def test_8_what_comes_after_is_what_a_run_with_that_value_gives():
         assert torch.equal(edited["expert_indices", 0], plain["expert_indices", 0])
         embedded = model.run_with_hooks(ids, [("token_embeddings", changed)], **keys)
         vectors = changed(model.embed_tokens(ids), model.hook_dict["token_embeddings"])
-        close(
-            model(inputs_embeds=vectors, input_ids=ids, **keys)[mask.bool()], embedded[mask.bool()]
-        )
+        close(model(inputs_embeds=vectors, input_ids=ids, **keys)[mask.bool()], embedded[mask.bool()])
         # An edited pre moves collapsed and neither post nor comb.
         names = [
             "layers.2.mlp_pre",
@@ -376,9 +341,7 @@ def test_8_what_comes_after_is_what_a_run_with_that_value_gives():
             ("self_attn.attention_head_outputs", "self_attn.attention_premix"),
         ):
             with model.hooks([(f"layers.2.{first}", lambda v, hook: v + 1)]):
-                _, after = model.run_with_cache(
-                    ids, [f"layers.2.{first}", f"layers.2.{second}"], **keys
-                )
+                _, after = model.run_with_cache(ids, [f"layers.2.{first}", f"layers.2.{second}"], **keys)
             assert torch.equal(after[f"layers.2.{first}"].flatten(2), after[f"layers.2.{second}"])
 
 
@@ -457,9 +420,7 @@ def test_9_a_slot_without_weight_is_an_expert_that_says_nothing(layer, dtype):
     model, muted = (watched_model(dtype) for _ in range(2))
     ids, mask = padded_batch(model.vocab_size)
     with torch.no_grad():
-        _, cache = model.run_with_cache(
-            ids, f"layers.{layer}.mlp.expert_indices", attention_mask=mask
-        )
+        _, cache = model.run_with_cache(ids, f"layers.{layer}.mlp.expert_indices", attention_mask=mask)
         indices = cache["expert_indices", layer]
         expert = int(indices[0, -1, 0])
         muted.layers[layer].mlp.experts.down_proj[expert] = 0
@@ -487,9 +448,7 @@ def test_10_reading_everything_changes_no_logit(seen):
 @pytest.mark.parametrize("seed", range(3))
 def test_6_and_10_in_bfloat16(seed):
     model, exact = watched_model(torch.bfloat16, seed), watched_model(torch.float32, seed)
-    exact.load_state_dict(
-        {k: v.float() if v.is_floating_point() else v for k, v in model.state_dict().items()}
-    )
+    exact.load_state_dict({k: v.float() if v.is_floating_point() else v for k, v in model.state_dict().items()})
     ids, mask = padded_batch(model.vocab_size, 40)
     real = mask.bool()
     choices = ["**.expert_indices", "**.indexer_selection"]
@@ -520,16 +479,10 @@ def test_stored_codes_are_watched_like_dense_weights(dtype):
         close(logits[mask.bool()], plain[mask.bool()], 1e-5 if dtype == torch.float32 else 2e-2)
         for name in writable(model)[::9]:
             read, one = model.run_with_cache(ids, name, attention_mask=mask)
-            same = model.run_with_hooks(
-                ids, [(name, lambda v, hook, one=one: one[hook.name])], attention_mask=mask
-            )
+            same = model.run_with_hooks(ids, [(name, lambda v, hook, one=one: one[hook.name])], attention_mask=mask)
             assert torch.equal(same, read), name
-    assert {n: v.numel() * v.element_size() for n, v in cache.items()} | {
-        "total": 0
-    } == model.estimate("**", 2, 19) | {"total": 0}
-    names = [
-        n for n in writable(model) if model.hook_dict[n].dtype != "i" and not n.endswith(CHOOSING)
-    ]
+    assert {n: v.numel() * v.element_size() for n, v in cache.items()} | {"total": 0} == model.estimate("**", 2, 19) | {"total": 0}
+    names = [n for n in writable(model) if model.hook_dict[n].dtype != "i" and not n.endswith(CHOOSING)]
     logits, cache = model.run_with_cache(ids, names, attention_mask=mask, detach=False)
     grads = torch.autograd.grad(logits[mask.bool()].sum(), [cache[n] for n in names])
     assert all(grad.isfinite().all() for grad in grads)

@@ -75,9 +75,7 @@ def test_ragged_lists_are_padded_and_masked(run):
 
 
 def test_lists_of_equal_rows_take_a_mask(run):
-    torch.testing.assert_close(
-        run(IDS.tolist(), attention_mask=MASK)[REAL], run(IDS, attention_mask=MASK)[REAL]
-    )
+    torch.testing.assert_close(run(IDS.tolist(), attention_mask=MASK)[REAL], run(IDS, attention_mask=MASK)[REAL])
 
 
 @pytest.mark.parametrize(
@@ -111,9 +109,7 @@ def test_a_padded_row_is_the_row_alone(side, count):
     mask = torch.ones_like(ids)
     (mask[:, :count] if side == "left" else mask[:, 13:]).zero_()
     with torch.no_grad():
-        torch.testing.assert_close(
-            MODEL(ids, attention_mask=mask)[mask.bool()], MODEL(row)[0], rtol=1e-4, atol=1e-4
-        )
+        torch.testing.assert_close(MODEL(ids, attention_mask=mask)[mask.bool()], MODEL(row)[0], rtol=1e-4, atol=1e-4)
 
 
 HOLES = [[1, 0, 1], [0, 1, 0], [1, 0, 0, 1], [0, 1, 0, 1], [1, 1, 0, 1, 0], [0, 1, 1, 0, 0]]
@@ -205,9 +201,7 @@ def test_embeddings_beside_ids(run, plain):
     assert torch.equal(run(None, inputs_embeds=vectors, input_ids=IDS), plain)
     assert torch.equal(run(IDS, inputs_embeds=vectors), plain)
     # Ids decide the hash routing, embeddings everything else.
-    with MODEL.hooks(
-        [("token_embeddings", lambda v, hook: F.embedding(IDS.flip(1), MODEL.embed_tokens.weight))]
-    ):
+    with MODEL.hooks([("token_embeddings", lambda v, hook: F.embedding(IDS.flip(1), MODEL.embed_tokens.weight))]):
         expected = run(IDS)
     assert torch.equal(run(IDS, inputs_embeds=MODEL.embed_tokens(IDS.flip(1))), expected)
     with pytest.raises(
@@ -221,13 +215,9 @@ def test_embeddings_alone_where_nothing_hashes():
     model = watched_model(mlp_layer_types=["moe"] * 6)
     with torch.no_grad():
         assert torch.equal(model(inputs_embeds=model.embed_tokens(IDS)), model(IDS))
-        torch.testing.assert_close(
-            model(inputs_embeds=model.embed_tokens(IDS).double()), model(IDS)
-        )
+        torch.testing.assert_close(model(inputs_embeds=model.embed_tokens(IDS).double()), model(IDS))
         names = ["token_embeddings", "layers.*.mlp.expert_indices"]
-        _, cache = model.run_with_cache(
-            None, names, inputs_embeds=model.embed_tokens(IDS), attention_mask=MASK
-        )
+        _, cache = model.run_with_cache(None, names, inputs_embeds=model.embed_tokens(IDS), attention_mask=MASK)
     assert torch.equal(cache["token_embeddings"][REAL], model.embed_tokens(IDS)[REAL])
 
 
@@ -261,9 +251,7 @@ def test_wrong_embeddings(run, given, error, said):
 def test_embeddings_and_streams_together():
     with pytest.raises(ValueError, match="with start_at_layer pass streams"):
         MODEL(torch.zeros(2, 19, 4, 32), start_at_layer=3, inputs_embeds=torch.zeros(2, 19, 32))
-    with pytest.raises(
-        ValueError, match=r"input_ids has shape \[2, 18\]; the streams are for \[2, 19\] tokens"
-    ):
+    with pytest.raises(ValueError, match=r"input_ids has shape \[2, 18\]; the streams are for \[2, 19\] tokens"):
         MODEL(torch.zeros(2, 19, 4, 32), start_at_layer=3, input_ids=IDS[:, :18])
 
 
@@ -272,9 +260,7 @@ def test_gradient_reaches_embeddings_and_streams_given():
         {"inputs_embeds": torch.zeros(2, 19, 32), "input_ids": IDS},
         {"input": torch.zeros(2, 19, 4, 32), "start_at_layer": 3},
     ):
-        given = next(
-            x for x in keywords.values() if isinstance(x, torch.Tensor) and x.is_floating_point()
-        )
+        given = next(x for x in keywords.values() if isinstance(x, torch.Tensor) and x.is_floating_point())
         given.normal_().requires_grad_()
         MODEL(**keywords, attention_mask=MASK)[REAL].sum().backward()
         assert given.grad[REAL].abs().sum() > 0
@@ -312,9 +298,7 @@ def test_logits_to_keep_counts_real_tokens():
             for n in (1, 3, 13):
                 kept = MODEL(IDS, attention_mask=side, logits_to_keep=n)
                 for row in range(2):
-                    torch.testing.assert_close(
-                        kept[row], every[row][side[row].bool()][-n:], rtol=1e-5, atol=1e-5
-                    )
+                    torch.testing.assert_close(kept[row], every[row][side[row].bool()][-n:], rtol=1e-5, atol=1e-5)
             for n in (None, 0, 19, 100):
                 assert MODEL(IDS, attention_mask=side, logits_to_keep=n).shape == (2, 19, 64)
 

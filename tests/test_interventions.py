@@ -79,9 +79,7 @@ def test_steering_is_differentiable_and_takes_lists():
         assert torch.equal(MODEL(IDS, attention_mask=MASK), run())
 
 
-@pytest.mark.parametrize(
-    "vector", [torch.zeros(31), torch.zeros(1, 32), torch.zeros(32, dtype=torch.int64), [1] * 32]
-)
+@pytest.mark.parametrize("vector", [torch.zeros(31), torch.zeros(1, 32), torch.zeros(32, dtype=torch.int64), [1] * 32])
 def test_wrong_vectors(vector):
     with (
         pytest.raises(ValueError, match=r"steer takes a floating vector \[32\]"),
@@ -116,9 +114,7 @@ def test_skipped_layers_let_the_streams_through():
             assert torch.equal(MODEL(IDS, attention_mask=MASK), skipped)
         expected = run(stop_at_layer=2)
         assert torch.equal(cache["layer_input", 4], expected)
-        torch.testing.assert_close(
-            MODEL(expected, start_at_layer=4, attention_mask=MASK)[REAL], skipped[REAL]
-        )
+        torch.testing.assert_close(MODEL(expected, start_at_layer=4, attention_mask=MASK)[REAL], skipped[REAL])
         assert not torch.equal(twice, skipped)
         with MODEL.skip_layers(range(6)):
             streams = run(stop_at_layer=6)
@@ -136,9 +132,7 @@ def test_skipped_layers_let_the_streams_through():
 def test_project_on_vocab_of_the_last_streams_is_the_logits(dtype):
     model = watched_model(dtype)
     for ids in (IDS, IDS[:1], IDS[:, :1], IDS[:1, :3]):
-        logits, cache = model.run_with_cache(
-            ids, ["layers.5.layer_output", "readout", "final_norm_output"]
-        )
+        logits, cache = model.run_with_cache(ids, ["layers.5.layer_output", "readout", "final_norm_output"])
         assert torch.equal(model.project_on_vocab(cache["layer_output", 5]), logits)
         assert torch.equal(model.project_on_vocab(cache["layer_output", 5], readout="head"), logits)
         assert torch.equal(model.project_on_vocab(cache["readout"]), logits)
@@ -197,13 +191,8 @@ def test_project_on_vocab_inside_a_hook():
 
 def test_lens_readouts():
     with torch.no_grad():
-        logits, cache = MODEL.run_with_cache(
-            IDS, ["layers.*.layer_output", "readout_weights"], attention_mask=MASK
-        )
-        lenses = {
-            r: MODEL.logit_lens(IDS, readout=r, pos=None, attention_mask=MASK)
-            for r in ("head", "mean", "each", "final_pre")
-        }
+        logits, cache = MODEL.run_with_cache(IDS, ["layers.*.layer_output", "readout_weights"], attention_mask=MASK)
+        lenses = {r: MODEL.logit_lens(IDS, readout=r, pos=None, attention_mask=MASK) for r in ("head", "mean", "each", "final_pre")}
     for layer in range(6):
         streams = cache["layer_output", layer]
         expected = {
@@ -259,9 +248,7 @@ def test_loss_is_the_cross_entropy_of_the_next_token():
     with torch.no_grad():
         each = own_loss(logits[0], IDS[0])
         torch.testing.assert_close(MODEL.loss(IDS[:1]), each.mean(), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(
-            MODEL.loss(IDS[:1], per_token=True)[0], each, rtol=1e-5, atol=1e-5
-        )
+        torch.testing.assert_close(MODEL.loss(IDS[:1], per_token=True)[0], each, rtol=1e-5, atol=1e-5)
         for form in (IDS[0], IDS[0].tolist(), IDS[:1].tolist()):
             torch.testing.assert_close(MODEL.loss(form), each.mean(), rtol=1e-5, atol=1e-6)
     assert MODEL.loss(IDS).shape == ()
@@ -279,9 +266,7 @@ def test_loss_counts_real_targets_only(side):
         loss, each = MODEL.loss(ids, attention_mask=mask), MODEL.loss(ids, mask, per_token=True)
         other = torch.where(mask.bool(), ids, (ids + 7) % 64)
         torch.testing.assert_close(MODEL.loss(other, attention_mask=mask), loss)
-        torch.testing.assert_close(
-            MODEL.loss(other, attention_mask=mask.bool(), per_token=True), each
-        )
+        torch.testing.assert_close(MODEL.loss(other, attention_mask=mask.bool(), per_token=True), each)
         alone = [MODEL.loss(ids[r][mask[r].bool()], per_token=True)[0] for r in range(2)]
     assert each.shape == (3, 8)
     pairs = mask[:, 1:].bool() & mask[:, :-1].bool()

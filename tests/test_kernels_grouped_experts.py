@@ -17,12 +17,8 @@ class Dense:
 
     def __init__(self, experts: int, hidden: int, inner: int, dtype=torch.float64):
         self.num_experts = experts
-        self.first = (
-            torch.randn(experts, 2 * inner, hidden, dtype=dtype) * hidden**-0.5
-        ).requires_grad_()
-        self.second = (
-            torch.randn(experts, hidden, inner, dtype=dtype) * inner**-0.5
-        ).requires_grad_()
+        self.first = (torch.randn(experts, 2 * inner, hidden, dtype=dtype) * hidden**-0.5).requires_grad_()
+        self.second = (torch.randn(experts, hidden, inner, dtype=dtype) * inner**-0.5).requires_grad_()
         self.asked: list[int] = []
 
     def gate_up(self, rows: Tensor, ends: Tensor) -> Tensor:
@@ -33,9 +29,7 @@ class Dense:
         return grouped_linear_each(rows, matrix, ends, self.first.shape[1])
 
     def down(self, rows: Tensor, ends: Tensor) -> Tensor:
-        return grouped_linear_each(
-            rows, lambda expert: self.second[expert], ends, self.second.shape[1]
-        )
+        return grouped_linear_each(rows, lambda expert: self.second[expert], ends, self.second.shape[1])
 
 
 class Whole(Dense):
@@ -56,9 +50,7 @@ def slot_by_slot(x: Tensor, indices: Tensor, weights: Tensor, bank: Dense, limit
         for slot, e in enumerate(experts):
             gate, up = (bank.first[e] @ x[token]).chunk(2)
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-            total = total + weights[token, slot] * (
-                bank.second[e] @ (gate * torch.sigmoid(gate) * up)
-            )
+            total = total + weights[token, slot] * (bank.second[e] @ (gate * torch.sigmoid(gate) * up))
         rows.append(total)
     return torch.stack(rows) if rows else x
 
@@ -72,9 +64,7 @@ def problem(tokens: int, slots: int, experts: int, hidden: int = 6, inner: int =
 
 def compare(x: Tensor, indices: Tensor, weights: Tensor, bank: Dense, limit: float) -> None:
     leaves = (x, weights, bank.first, bank.second)
-    out, expected = (
-        way(x, indices, weights, bank, limit) for way in (op.grouped_experts, slot_by_slot)
-    )
+    out, expected = (way(x, indices, weights, bank, limit) for way in (op.grouped_experts, slot_by_slot))
     assert_close(out, expected, "float64")
     cotangent = torch.randn_like(out)
     grads = [torch.autograd.grad((y * cotangent).sum(), leaves) for y in (out, expected)]
@@ -108,15 +98,11 @@ def test_the_registered_op_is_the_loop(dtype, width: int, out: int, ends: list[i
         assert torch.autograd.grad(results[0].sum(), weight)[0].eq(0).all()
         return
     cotangent = torch.randn(ends[-1], out, dtype=dtype)
-    grads = [
-        torch.autograd.grad((y * cotangent).sum(), (x, weight), allow_unused=True) for y in results
-    ]
+    grads = [torch.autograd.grad((y * cotangent).sum(), (x, weight), allow_unused=True) for y in results]
     tight = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     torch.testing.assert_close(results[0], results[1], rtol=tight, atol=tight)
     for one, other in zip(*grads, strict=True):
-        torch.testing.assert_close(
-            one, torch.zeros_like(one) if other is None else other, rtol=tight, atol=4 * tight
-        )
+        torch.testing.assert_close(one, torch.zeros_like(one) if other is None else other, rtol=tight, atol=4 * tight)
 
 
 def test_the_registered_op_keeps_torchs_rules():
@@ -144,9 +130,7 @@ def test_no_token():
 def test_order_of_the_slots_does_not_matter():
     x, indices, weights, bank = problem(20, 4, 9)
     out = op.grouped_experts(x, indices, weights, bank, 1.0)
-    assert_close(
-        op.grouped_experts(x, indices.flip(-1), weights.flip(-1), bank, 1.0), out, "float64"
-    )
+    assert_close(op.grouped_experts(x, indices.flip(-1), weights.flip(-1), bank, 1.0), out, "float64")
 
 
 def test_tokens_are_independent():
@@ -181,13 +165,10 @@ def test_swiglu_by_number_and_by_its_parts():
     up = torch.tensor([3.0, -3.0, 0.5, 1.0, -0.5, 2.5, -2.5], dtype=torch.float64)
     limit = 1.5
     expected = [
-        min(g, limit) / (1 + math.exp(-min(g, limit))) * max(min(u, limit), -limit)
-        for g, u in zip(gate.tolist(), up.tolist(), strict=True)
+        min(g, limit) / (1 + math.exp(-min(g, limit))) * max(min(u, limit), -limit) for g, u in zip(gate.tolist(), up.tolist(), strict=True)
     ]
     assert op.swiglu(gate, up, limit).tolist() == pytest.approx(expected, rel=1e-12)
-    assert_close(
-        op.neurons(op.activation(gate, limit), up, limit), op.swiglu(gate, up, limit), "float64"
-    )
+    assert_close(op.neurons(op.activation(gate, limit), up, limit), op.swiglu(gate, up, limit), "float64")
 
 
 @pytest.mark.parametrize("seed", range(5))

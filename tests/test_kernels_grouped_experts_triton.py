@@ -75,9 +75,7 @@ def exact(x, indices, weights, bank: op.Stored, limit=LIMIT) -> Tensor:
     """The equations in float64, one slot at a time."""
     bank = decoded(bank)
     rows = []
-    for token, slots, row_weights in zip(
-        x.double(), indices.tolist(), weights.double(), strict=True
-    ):
+    for token, slots, row_weights in zip(x.double(), indices.tolist(), weights.double(), strict=True):
         total = torch.zeros_like(token)
         for e, weight in zip(slots, row_weights, strict=True):
             gate, up = (bank.first[e] @ token).chunk(2)
@@ -119,10 +117,7 @@ def with_gradients(x, indices, weights, bank: op.Stored, cotangent, valid=None) 
 
 def check_rules(bank: op.Stored, x, indices, weights) -> None:
     # Scales as bytes: opcheck compares its arguments by arithmetic, which E8M0 has none of.
-    tensors = [
-        None if t is None else t.view(torch.uint8) if t.dtype == E8M0 else t
-        for t in vars(bank).values()
-    ]
+    tensors = [None if t is None else t.view(torch.uint8) if t.dtype == E8M0 else t for t in vars(bank).values()]
     args = (x.requires_grad_(), indices, weights.requires_grad_(), None, *tensors, LIMIT)
     torch.library.opcheck(op.fused_experts, args)
 
@@ -154,9 +149,7 @@ def test_interpreted_at_more_sizes(run, form, size):
     compare(run, form, *(SIZES | MORE_SIZES)[size])
 
 
-@pytest.mark.parametrize(
-    "form", ["fp4", *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS[:3])]
-)
+@pytest.mark.parametrize("form", ["fp4", *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS[:3])])
 def test_interpreted_in_bfloat16(run, form):
     compare(run, form, 9, 2, 4, 96, 64, torch.bfloat16)
 
@@ -165,10 +158,7 @@ def test_interpreted_in_bfloat16(run, form):
     ("form", "hidden", "inner"),
     [
         ("fp8", 136, 72),
-        *(
-            pytest.param(*p, marks=pytest.mark.slow)
-            for p in [("fp8", 200, 264), ("dense", 37, 19), ("fp8 float32", 200, 130)]
-        ),
+        *(pytest.param(*p, marks=pytest.mark.slow) for p in [("fp8", 200, 264), ("dense", 37, 19), ("fp8 float32", 200, 130)]),
     ],
 )
 def test_ragged_blocks_and_odd_widths(run, form, hidden, inner):
@@ -180,9 +170,7 @@ def test_duplicates_one_expert_for_all_and_empty_groups(run):
     bank = make_bank("fp4", 6, 32, 32)
     x, indices, weights = problem(18, 3, 6, 32)
     for indices in (torch.full((18, 3), 4), torch.tensor([[0, 0, 5]]).expand(18, 3)):
-        assert_close(
-            run(fused, x, indices, weights, bank), exact(x, indices, weights, bank), "float32 op"
-        )
+        assert_close(run(fused, x, indices, weights, bank), exact(x, indices, weights, bank), "float32 op")
 
 
 @pytest.mark.parametrize("form", ["fp8", "fp4"])
@@ -223,9 +211,7 @@ def test_the_low_nibble_is_the_even_column(run):
     bank = make_bank("fp4", 2, 32, 32)
     x, indices, weights = problem(3, 1, 2, 32)
     byte = bank.first.view(torch.uint8)
-    swapped = op.Stored(
-        ((byte >> 4) | (byte << 4)).view(torch.int8), *list(vars(bank).values())[1:]
-    )
+    swapped = op.Stored(((byte >> 4) | (byte << 4)).view(torch.int8), *list(vars(bank).values())[1:])
     out = run(fused, x, indices, weights, bank)
     assert_close(out, exact(x, indices, weights, bank), "float32 op")
     assert relative_error(run(fused, x, indices, weights, swapped), out) > 0.1
@@ -274,9 +260,7 @@ def test_gradients(run, form):
     expected = op.grouped_experts(leaves[0], indices, leaves[1], whole, LIMIT)
     assert_close(out, expected, "float32 op")
     assert len(found) == (4 if form == "dense" else 2)
-    for grad, other in zip(
-        found, torch.autograd.grad(expected, leaves[: len(found)], cotangent.double()), strict=True
-    ):
+    for grad, other in zip(found, torch.autograd.grad(expected, leaves[: len(found)], cotangent.double()), strict=True):
         assert_close(grad, other, "float32 op gradient")
 
 
@@ -291,9 +275,7 @@ def test_the_public_op_chooses_and_refuses(run):
     x, indices, weights = problem(2, 1, 2, 32)
     out = run(op.grouped_experts, x, indices, weights, bank, LIMIT, "triton")
     assert_close(out, exact(x, indices, weights, bank), "float32 op")
-    with pytest.raises(
-        ValueError, match=r"bfloat16 or torch.float32, got torch.float64; use backend=.torch."
-    ):
+    with pytest.raises(ValueError, match=r"bfloat16 or torch.float32, got torch.float64; use backend=.torch."):
         run(op.grouped_experts, x.double(), indices, weights, bank, LIMIT, "triton")
     if available("triton", "cpu"):
         with pytest.raises(ValueError, match=r"Triton needs a CUDA device.*; use backend=.torch."):
@@ -346,9 +328,7 @@ def routed(indices: Tensor, valid: Tensor | None, experts: int, rows: int) -> li
     return list(groups(indices, valid, experts, rows))
 
 
-@pytest.mark.parametrize(
-    ("tokens", "slots", "experts"), [(1, 1, 1), (3, 6, 384), (150, 2, 7), (40, 8, 3)]
-)
+@pytest.mark.parametrize(("tokens", "slots", "experts"), [(1, 1, 1), (3, 6, 384), (150, 2, 7), (40, 8, 3)])
 @pytest.mark.parametrize("is_padded", [False, True])
 def test_the_routing_kernel_is_the_sort(run, tokens, slots, experts, is_padded):
     indices = torch.randint(0, experts, (tokens, slots))
@@ -384,10 +364,7 @@ def test_a_bank_longer_than_an_int32(run):
     assert first[-1].data_ptr() - first.data_ptr() >= 2**31
     small = make_bank("fp8", 1, hidden, inner)
     first[-1:], second[-1:] = small.first, small.second
-    scales = [
-        s.view(torch.uint8).expand(experts, -1, -1).contiguous().view(E8M0)
-        for s in (small.first_scale, small.second_scale)
-    ]
+    scales = [s.view(torch.uint8).expand(experts, -1, -1).contiguous().view(E8M0) for s in (small.first_scale, small.second_scale)]
     bank = op.Stored(first, scales[0], second, scales[1])
     x, indices, weights = problem(1, 1, 1, hidden)
     out = run(fused, x, indices + experts - 1, weights, bank)
@@ -417,9 +394,7 @@ def model_values(ids: Tensor, kernels: str, form: str) -> list[Tensor]:
     for leaf in ("gate_up_proj", "down_proj"):
         parts = {"row_parts": 2} if (form, leaf) == ("fp8", "gate_up_proj") else {}
         codes, scale = quantize(getattr(dense, leaf).detach(), **parts)
-        model.get_submodule(name).load_state_dict(
-            {leaf: codes, f"{leaf}_scale_inv": scale}, strict=False
-        )
+        model.get_submodule(name).load_state_dict({leaf: codes, f"{leaf}_scale_inv": scale}, strict=False)
     use_kernels(model, kernels, "cpu", torch.float32)
     assert {m.backend for m in model.modules() if isinstance(m, Experts)} == {kernels}
     with torch.no_grad():

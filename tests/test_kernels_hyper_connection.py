@@ -31,10 +31,7 @@ def one_token(x: list[list[float]], fn, scale, base, iters: int, eps: float, rms
     post = [2 / (1 + math.exp(-(scale[1] * logits[n + i] + base[n + i]))) for i in range(n)]
     comb = []
     for j in range(n):
-        row = [
-            math.exp(scale[2] * logits[2 * n + j * n + k] + base[2 * n + j * n + k])
-            for k in range(n)
-        ]
+        row = [math.exp(scale[2] * logits[2 * n + j * n + k] + base[2 * n + j * n + k]) for k in range(n)]
         comb.append([v / sum(row) + eps for v in row])
     for step in range(2 * iters - 1):
         if step % 2:
@@ -60,23 +57,17 @@ def test_against_single_numbers(n: int, iters: int, eps: float):
                 assert_close(value[b, s], torch.tensor(part, dtype=torch.float64), "float64")
 
 
-def spelled_out(
-    x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, *, iters: int, eps: float, rms_eps: float
-):
+def spelled_out(x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, *, iters: int, eps: float, rms_eps: float):
     n = x.shape[2]
     logits = op.mix_logits(x, fn, rms_eps)
     pre = op.read_weights(logits[..., :n], scale[0], base[:n], eps)
     post = op.write_weights(logits[..., n : 2 * n], scale[1], base[n : 2 * n])
-    rounds = op.sinkhorn_rounds(
-        op.mixing_start(logits[..., 2 * n :], scale[2], base[2 * n :], eps, n), iters, eps
-    )
+    rounds = op.sinkhorn_rounds(op.mixing_start(logits[..., 2 * n :], scale[2], base[2 * n :], eps, n), iters, eps)
     assert rounds.shape == (*x.shape[:2], iters, n, n)
     return pre, post, rounds[..., -1, :, :], op.collapse(x, pre)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "limit"), [(torch.float64, "float64"), (torch.float32, "float32 op")]
-)
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, "float64"), (torch.float32, "float32 op")])
 @pytest.mark.parametrize(("n", "iters"), [(1, 20), (2, 1), (3, 7), (4, 20)])
 def test_the_steps_are_the_same_as_one_go(n: int, iters: int, dtype, limit: str):
     given = weights(n, 33, dtype)
@@ -104,9 +95,7 @@ def test_gradients_numerically():
     leaves = [given[name].requires_grad_() for name in names]
 
     def both(x, *leaves):
-        pre, post, comb, collapsed = op.read(
-            x, **dict(zip(names, leaves, strict=True)), iters=4, eps=1e-3, rms_eps=1e-3
-        )
+        pre, post, comb, collapsed = op.read(x, **dict(zip(names, leaves, strict=True)), iters=4, eps=1e-3, rms_eps=1e-3)
         return pre, op.write_back(x, comb, post, collapsed)
 
     assert torch.autograd.gradcheck(both, (x, *leaves))
@@ -143,9 +132,7 @@ def test_write_back_is_comb_transposed(n: int):
     )
     written = op.write_back(x, comb, post, out)
     for k in range(n):
-        expected = (
-            sum(comb[..., j, k, None] * x[:, :, j] for j in range(n)) + post[..., k, None] * out
-        )
+        expected = sum(comb[..., j, k, None] * x[:, :, j] for j in range(n)) + post[..., k, None] * out
         assert_close(written[:, :, k], expected, "float64")
 
 
@@ -169,7 +156,5 @@ def test_expanded_streams_are_read_like_copies():
     one = torch.randn(2, 4, 6, dtype=torch.float64)
     seen = one.unsqueeze(2).expand(-1, -1, 3, -1)
     expected = op.read(seen.contiguous(), **given, iters=3, eps=1e-6, rms_eps=1e-6)
-    for value, other in zip(
-        op.read(seen, **given, iters=3, eps=1e-6, rms_eps=1e-6), expected, strict=True
-    ):
+    for value, other in zip(op.read(seen, **given, iters=3, eps=1e-6, rms_eps=1e-6), expected, strict=True):
         assert_close(value, other, "float64")

@@ -27,9 +27,7 @@ def arguments(b: int, s: int, heads: int, entries: int, width: int, dtype=torch.
     )
 
 
-@pytest.mark.parametrize(
-    ("s", "heads", "entries", "width"), [(1, 1, 1, 2), (3, 5, 7, 6), (4, 8, 1, 3), (2, 3, 0, 4)]
-)
+@pytest.mark.parametrize(("s", "heads", "entries", "width"), [(1, 1, 1, 2), (3, 5, 7, 6), (4, 8, 1, 3), (2, 3, 0, 4)])
 def test_against_single_numbers(s: int, heads: int, entries: int, width: int):
     queries, keys, weights = arguments(2, s, heads, entries, width)
     scores, head_scores = index_scores(queries, keys, weights), index_head_scores(queries, keys)
@@ -41,19 +39,13 @@ def test_against_single_numbers(s: int, heads: int, entries: int, width: int):
                 dots = [sum((queries[b, t, h] * keys[b, e]).tolist()) for h in range(heads)]
                 parts = [max(dot, 0.0) * width**-0.5 for dot in dots]
                 assert head_scores[b, t, :, e].tolist() == pytest.approx(parts, rel=1e-10)
-                expected = sum(
-                    w * part for w, part in zip(weights[b, t].tolist(), parts, strict=True)
-                )
+                expected = sum(w * part for w, part in zip(weights[b, t].tolist(), parts, strict=True))
                 assert scores[b, t, e].item() == pytest.approx(expected, rel=1e-10, abs=1e-12)
 
 
 @pytest.mark.parametrize("chunk", [1, 100, 5000, 1 << 19])
-@pytest.mark.parametrize(
-    ("past", "start", "top_k"), [((0, 0), (0, 0), 3), ((9, 2), (0, 4), 5), ((0, 40), (3, 0), 60)]
-)
-def test_the_selection_in_chunks_is_that_of_all_scores(
-    monkeypatch, chunk: int, past, start, top_k: int
-):
+@pytest.mark.parametrize(("past", "start", "top_k"), [((0, 0), (0, 0), 3), ((9, 2), (0, 4), 5), ((0, 40), (3, 0), 60)])
+def test_the_selection_in_chunks_is_that_of_all_scores(monkeypatch, chunk: int, past, start, top_k: int):
     s, rate = 37, 4
     positions = torch.stack([torch.arange(s) - a + p for p, a in zip(past, start, strict=True)])
     for row, (p, a) in enumerate(zip(past, start, strict=True)):
@@ -61,9 +53,7 @@ def test_the_selection_in_chunks_is_that_of_all_scores(
         assert p >= 0
     entries = (int(positions.max()) + 1) // rate
     queries, keys, weights = arguments(2, s, 8, entries, 6)
-    scores = index_scores(queries, keys, weights).masked_fill(
-        ~closed_entries(positions, rate, entries), -torch.inf
-    )
+    scores = index_scores(queries, keys, weights).masked_fill(~closed_entries(positions, rate, entries), -torch.inf)
     monkeypatch.setattr(op, "CHUNK", chunk)
     lead = max(p - a for p, a in zip(past, start, strict=True))
     found = select_by_index(queries, keys, weights, positions, rate, top_k, lead)
@@ -92,9 +82,7 @@ def test_an_entry_is_seen_from_its_last_token_on(rate: int):
 
 def test_selection_takes_the_best_then_the_lowest_and_fills_with_minus_one():
     inf = torch.inf
-    scores = torch.tensor(
-        [[[0.5, 2.0, -1.0, 2.0], [0.0, -0.0, 0.0, -inf], [-inf, -3.0, -inf, -inf], [-inf] * 4]]
-    )
+    scores = torch.tensor([[[0.5, 2.0, -1.0, 2.0], [0.0, -0.0, 0.0, -inf], [-inf, -3.0, -inf, -inf], [-inf] * 4]])
     assert select_entries(scores, 3).tolist() == [[[1, 3, 0], [0, 1, 2], [1, -1, -1], [-1, -1, -1]]]
     assert select_entries(scores, 9).shape == (1, 4, 4)
     assert select_entries(scores[..., :0], 3).shape == (1, 4, 0)
@@ -119,9 +107,7 @@ def test_ties_go_to_the_lowest_entry_in_every_path(monkeypatch, chunk: int, top_
     in chunks, whole, and by a slow sort.
     """
     b, s, heads, width, rate = 2, 90, 8, 16, 4
-    queries, weights = (
-        torch.randint(-1, 2, shape).float() for shape in ((b, s, heads, width), (b, s, heads))
-    )
+    queries, weights = (torch.randint(-1, 2, shape).float() for shape in ((b, s, heads, width), (b, s, heads)))
     keys = torch.randint(-1, 2, (b, s // rate, width)).float()
     positions = torch.arange(s).expand(b, s)
     closed = closed_entries(positions, rate, s // rate)

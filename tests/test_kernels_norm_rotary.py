@@ -70,9 +70,7 @@ def test_rotate(width: int, r: int):
     assert_close(got.norm(dim=-1), x.norm(dim=-1), "float64")
 
 
-@pytest.mark.parametrize(
-    ("channel", "moved"), [(0, [0]), (7, [7]), (8, [8, 9]), (9, [8, 9]), (14, [14, 15])]
-)
+@pytest.mark.parametrize(("channel", "moved"), [(0, [0]), (7, [7]), (8, [8, 9]), (9, [8, 9]), (14, [14, 15])])
 def test_pairs_are_neighbours_at_the_end(channel: int, moved: list[int]):
     """Reported fault: half-split pairs, or the leading channels."""
     x = torch.zeros(16)
@@ -84,10 +82,7 @@ def test_pairs_are_neighbours_at_the_end(channel: int, moved: list[int]):
 def test_scores_depend_on_the_distance_alone():
     rotary = Rotary(8, YARN).double()
     q, k = torch.randn(16, dtype=torch.float64), torch.randn(16, dtype=torch.float64)
-    scores = [
-        rotate(q, *rotary(torch.tensor(p + 5))) @ rotate(k, *rotary(torch.tensor(p)))
-        for p in (0, 1, 77, 3000)
-    ]
+    scores = [rotate(q, *rotary(torch.tensor(p + 5))) @ rotate(k, *rotary(torch.tensor(p))) for p in (0, 1, 77, 3000)]
     assert_close(torch.stack(scores), scores[0].expand(4), "float64")
 
 
@@ -115,9 +110,7 @@ def test_yarn_frequencies(original: int, factor: float):
     the channel.
     """
     width, theta = 64, 160000.0
-    got = frequencies(
-        width, YARN | {"factor": factor, "original_max_position_embeddings": original}
-    ).tolist()
+    got = frequencies(width, YARN | {"factor": factor, "original_max_position_embeddings": original}).tolist()
 
     def channel(turns: float) -> float:
         return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))

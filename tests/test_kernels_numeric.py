@@ -53,9 +53,7 @@ def test_topk_of_equal_scores_is_the_lowest(dtype, size: int):
 def test_topk_of_many_ties_in_long_rows(dtype):
     scores = torch.randint(-3, 3, (4, 7, 1500)).to(dtype) / 2
     _, indices = topk_lowest(scores, 200)
-    for row, ours in zip(
-        scores.flatten(0, 1).tolist(), indices.flatten(0, 1).tolist(), strict=True
-    ):
+    for row, ours in zip(scores.flatten(0, 1).tolist(), indices.flatten(0, 1).tolist(), strict=True):
         assert ours == slow_topk(row, 200)
 
 
@@ -63,9 +61,7 @@ def test_topk_of_many_ties_in_long_rows(dtype):
 def test_topk_takes_any_strides_and_no_scores(dtype):
     scores = torch.randn(9, 5, 4, dtype=dtype).transpose(0, 2)
     assert torch.equal(topk_lowest(scores, 3)[1], topk_lowest(scores.contiguous(), 3)[1])
-    assert torch.equal(
-        topk_lowest(scores[..., :1].expand(-1, -1, 6), 2)[1], torch.tensor([0, 1]).expand(4, 5, 2)
-    )
+    assert torch.equal(topk_lowest(scores[..., :1].expand(-1, -1, 6), 2)[1], torch.tensor([0, 1]).expand(4, 5, 2))
     values, indices = topk_lowest(torch.empty(2, 3, 0, dtype=dtype), 0)
     assert values.shape == indices.shape == (2, 3, 0)
 

@@ -9,9 +9,7 @@ from dsv4.kernels.pooling import pool, pool_gates
 from dsv4.testing import assert_close
 
 
-@pytest.mark.parametrize(
-    ("entries", "slots", "width"), [(1, 1, 1), (3, 8, 5), (2, 3, 16), (0, 4, 6)]
-)
+@pytest.mark.parametrize(("entries", "slots", "width"), [(1, 1, 1), (3, 8, 5), (2, 3, 16), (0, 4, 6)])
 def test_against_single_numbers(entries: int, slots: int, width: int):
     logits = 3 * torch.randn(2, entries, slots, width, dtype=torch.float64)
     kv = torch.randn(2, entries, slots, width, dtype=torch.float64)
@@ -23,27 +21,18 @@ def test_against_single_numbers(entries: int, slots: int, width: int):
     for b in range(2):
         for e in range(entries):
             for d in range(width):
-                weights = [
-                    math.exp(v) if p else 0.0
-                    for v, p in zip(
-                        logits[b, e, :, d].tolist(), present[b, e].tolist(), strict=True
-                    )
-                ]
+                weights = [math.exp(v) if p else 0.0 for v, p in zip(logits[b, e, :, d].tolist(), present[b, e].tolist(), strict=True)]
                 total = sum(weights) or 1.0
                 for gate, weight in zip(gates[b, e, :, d].tolist(), weights, strict=True):
                     assert gate == pytest.approx(weight / total, rel=1e-12)
-                expected = sum(
-                    w / total * v for w, v in zip(weights, kv[b, e, :, d].tolist(), strict=True)
-                )
+                expected = sum(w / total * v for w, v in zip(weights, kv[b, e, :, d].tolist(), strict=True))
                 assert pooled[b, e, d].item() == pytest.approx(expected, rel=1e-10, abs=1e-12)
 
 
 def test_gates_sum_to_one_or_to_nothing():
     present = torch.tensor([[[True, True, False], [False, True, False], [False, False, False]]])
     gates = pool_gates(torch.randn(1, 3, 3, 7), present)
-    assert_close(
-        gates.sum(-2), torch.tensor([1.0, 1.0, 0.0])[None, :, None].expand(1, 3, 7), "float32 op"
-    )
+    assert_close(gates.sum(-2), torch.tensor([1.0, 1.0, 0.0])[None, :, None].expand(1, 3, 7), "float32 op")
     assert bool((gates.masked_select(~present.unsqueeze(-1)) == 0).all())
 
 

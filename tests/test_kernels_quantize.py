@@ -19,9 +19,7 @@ SCALE_BYTES = {0: 2.0**-127, 1: 2.0**-126, 120: 0.0078125, 127: 1.0, 130: 8.0, 2
 
 def bits(tensor):
     """Comparable bit for bit: -0.0 and 0.0 differ, NaN equals itself."""
-    return tensor.contiguous().view(
-        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
-    )
+    return tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize])
 
 
 def random_codes(*shape):
@@ -46,9 +44,7 @@ def flushing():
 def test_scale_bytes_are_exponents(dtype):
     scale = torch.tensor(list(SCALE_BYTES), dtype=torch.uint8).view(dtype)
     assert quantize.e8m0_to_float32(scale).tolist() == list(SCALE_BYTES.values())
-    assert (
-        quantize.e8m0_to_float32(torch.tensor([[255]], dtype=torch.uint8).view(dtype)).isnan().all()
-    )
+    assert quantize.e8m0_to_float32(torch.tensor([[255]], dtype=torch.uint8).view(dtype)).isnan().all()
 
 
 def test_smallest_scale_survives_flushing(flushing):
@@ -72,9 +68,7 @@ def test_fp8_nan_codes_and_nan_scales_stay_nan():
     assert quantize.dequantize_fp8(codes, (one + 128).view(E8M0)).isnan().all()
 
 
-@pytest.mark.parametrize(
-    "shape", [(130, 200), (128, 128), (1, 1), (257, 384), (64, 3), (0, 5), (700, 900)]
-)
+@pytest.mark.parametrize("shape", [(130, 200), (128, 128), (1, 1), (257, 384), (64, 3), (0, 5), (700, 900)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("scales", ["e8m0", "float32"])
 def test_fp8_with_ragged_last_blocks(shape, dtype, scales):
@@ -163,9 +157,7 @@ def test_fp8_error_is_half_a_step(shape):
     # Half the distance between neighbours: 2^-4 of the value's binade; the subnormal step is 2^-9
     # of the scale.
     binade = torch.frexp(weight.double()).exponent - 1
-    steps = scale_values(scale)[..., torch.arange(shape[-2]) // 128, :][
-        ..., torch.arange(shape[-1]) // 128
-    ]
+    steps = scale_values(scale)[..., torch.arange(shape[-2]) // 128, :][..., torch.arange(shape[-1]) // 128]
     allowed = torch.maximum(torch.exp2(binade.double()) / 16, steps * 2.0**-10)
     assert bool(((decoded - weight).abs() <= allowed).all())
 
@@ -217,12 +209,8 @@ def test_fp4_rounds_to_nearest_ties_to_even():
     rounded = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
     near = [0.2501, 0.7499, 1.2501, 1.7499, 2.501, 3.499, 5.001]
     nearest = [0.5, 0.5, 1.5, 1.5, 3.0, 3.0, 6.0]
-    weight = torch.tensor(
-        [[6.0, *ties, *near, *(-t for t in ties), *(-t for t in near), -6.0, 0.0, -0.0]]
-    )
-    expected = torch.tensor(
-        [[6.0, *rounded, *nearest, *(-t for t in rounded), *(-t for t in nearest), -6.0, 0.0, -0.0]]
-    )
+    weight = torch.tensor([[6.0, *ties, *near, *(-t for t in ties), *(-t for t in near), -6.0, 0.0, -0.0]])
+    expected = torch.tensor([[6.0, *rounded, *nearest, *(-t for t in rounded), *(-t for t in nearest), -6.0, 0.0, -0.0]])
     decoded = quantize.dequantize_fp4(*quantize.quantize_fp4(weight), torch.float32)
     assert torch.equal(bits(decoded), bits(expected))
 
@@ -231,14 +219,10 @@ def test_what_was_decoded_is_encoded_without_loss():
     """Whatever scales a file has, the smallest ones that fit hold its values too."""
     packed = torch.randint(-128, 128, (64, 64), dtype=torch.int8)
     values = quantize.dequantize_fp4(packed, random_scale(64, 4), torch.float32)
-    assert torch.equal(
-        quantize.dequantize_fp4(*quantize.quantize_fp4(values), torch.float32), values
-    )
+    assert torch.equal(quantize.dequantize_fp4(*quantize.quantize_fp4(values), torch.float32), values)
     codes = random_codes(3, 130, 200)
     values = quantize.dequantize_fp8(codes, random_scale(3, 2, 2), torch.float32)
-    assert torch.equal(
-        quantize.dequantize_fp8(*quantize.quantize_fp8(values), torch.float32), values
-    )
+    assert torch.equal(quantize.dequantize_fp8(*quantize.quantize_fp8(values), torch.float32), values)
 
 
 def test_fp8_halves_are_encoded_by_themselves():
@@ -262,9 +246,7 @@ def test_nan_codes_are_found():
 
 
 def test_largest_scale():
-    assert (
-        quantize.largest_scale(torch.tensor([[120, 130, 0]], dtype=torch.uint8).view(E8M0)) == 8.0
-    )
+    assert quantize.largest_scale(torch.tensor([[120, 130, 0]], dtype=torch.uint8).view(E8M0)) == 8.0
     assert quantize.largest_scale(torch.tensor([0], dtype=torch.uint8)) == 2.0**-127
     assert quantize.largest_scale(torch.tensor([[0.5, -3.0]])) == 3.0
     assert quantize.largest_scale(torch.empty(0, 3)) == 0.0

@@ -69,9 +69,7 @@ def problem(
 
 def compare(arguments: dict, limit: str = "float64") -> None:
     """Value and gradients of both ways."""
-    leaves = [
-        name for name in ("queries", "tokens", "entries", "sinks") if arguments[name] is not None
-    ]
+    leaves = [name for name in ("queries", "tokens", "entries", "sinks") if arguments[name] is not None]
     results = []
     for attend in (sparse_attention, sparse_attention_reference):
         given = arguments | {name: arguments[name].clone().requires_grad_() for name in leaves}
@@ -143,9 +141,7 @@ def test_a_gap_between_earlier_tokens_and_these(start: int):
     positions say.
     """
     s, window = start + 90, 9
-    query, places, gap = rows_of(
-        window, s, [30, 4, 0], [start, 0, start], [s - start, s, s - start]
-    )
+    query, places, gap = rows_of(window, s, [30, 4, 0], [start, 0, start], [s - start, s, s - start])
     assert gap == start
     arguments = problem(random.Random(1), s, window, 0, None, rows=3)
     tokens = torch.randn(3, places.shape[1], arguments["tokens"].shape[-1], dtype=torch.float64)
@@ -161,9 +157,7 @@ def test_the_window_is_exact():
     keys = torch.eye(s, dtype=torch.float64)[None]
     queries = torch.zeros(1, s, 2, s, dtype=torch.float64)
     sinks = torch.zeros(2, dtype=torch.float64)
-    mixed = sparse_attention(
-        queries, keys, None, sinks, Reach(window, positions, positions), None, 1.0
-    )
+    mixed = sparse_attention(queries, keys, None, sinks, Reach(window, positions, positions), None, 1.0)
     for p in range(s):
         seen = list(range(max(0, p - window + 1), p + 1))
         for head in range(2):
@@ -188,9 +182,7 @@ def test_a_query_that_sees_nothing_gets_zeros_and_finite_gradients():
         tokens = torch.randn(1, s, 4, requires_grad=True)
         entries = torch.randn(1, 3, 4, requires_grad=True)
         nobody = torch.full((1, s), -1)
-        out = sparse_attention(
-            queries, tokens, entries, sinks, Reach(4, nobody, nobody, 0, 2), None, 0.5
-        )
+        out = sparse_attention(queries, tokens, entries, sinks, Reach(4, nobody, nobody, 0, 2), None, 0.5)
         assert torch.equal(out, torch.zeros_like(out))
         for grad in torch.autograd.grad(out.sum(), (queries, tokens, entries)):
             assert bool(grad.isfinite().all())
@@ -199,10 +191,7 @@ def test_a_query_that_sees_nothing_gets_zeros_and_finite_gradients():
 def test_scores_of_any_size_stay_finite():
     for size in (1e3, 1e18):
         arguments = problem(random.Random(2), 30, 8, 10, None)
-        arguments = {
-            k: v.float() if isinstance(v, Tensor) and v.is_floating_point() else v
-            for k, v in arguments.items()
-        }
+        arguments = {k: v.float() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in arguments.items()}
         out = sparse_attention(**arguments | {"queries": arguments["queries"] * size})
         assert bool(out.isfinite().all())
 
@@ -212,21 +201,13 @@ def test_dtypes_and_strides():
     expected = sparse_attention(**arguments)
     queries = arguments["queries"].transpose(1, 2).contiguous().transpose(1, 2)
     tokens = arguments["tokens"].transpose(0, 1).contiguous().transpose(0, 1)
-    assert_close(
-        sparse_attention(**arguments | {"queries": queries, "tokens": tokens}), expected, "float64"
-    )
+    assert_close(sparse_attention(**arguments | {"queries": queries, "tokens": tokens}), expected, "float64")
     for dtype, limit in ((torch.float32, "float32 op"), (torch.bfloat16, "bfloat16 rounding")):
-        cast = {
-            k: v.to(dtype) if k in ("queries", "tokens", "entries") else v
-            for k, v in arguments.items()
-        }
+        cast = {k: v.to(dtype) if k in ("queries", "tokens", "entries") else v for k, v in arguments.items()}
         cast["sinks"] = cast["sinks"].float()
         out = sparse_attention(**cast)
         assert out.dtype == dtype
-        exact = {
-            k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
-            for k, v in cast.items()
-        }
+        exact = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in cast.items()}
         assert_close(out, sparse_attention_reference(**exact), limit, str(dtype))
 
 
@@ -248,15 +229,11 @@ def test_visible_entries_one_by_one():
         for i, p in enumerate(query[0].tolist()):
             for j in range(4):
                 closed = 3 * j + 2 <= p
-                assert seen[0, i, j].item() == (
-                    closed and (chosen is None or j in chosen[0, i].tolist())
-                )
+                assert seen[0, i, j].item() == (closed and (chosen is None or j in chosen[0, i].tolist()))
 
 
 def test_softmax_with_sink_sums_to_one_with_the_sink():
-    scores = torch.randn(2, 3, 5, dtype=torch.float64).masked_fill(
-        torch.rand(2, 3, 5) < 0.3, -torch.inf
-    )
+    scores = torch.randn(2, 3, 5, dtype=torch.float64).masked_fill(torch.rand(2, 3, 5) < 0.3, -torch.inf)
     sinks = torch.randn(2, 3, dtype=torch.float64)
     probabilities, on_sink = softmax_with_sink(scores, sinks)
     weights = torch.cat((scores.exp(), sinks.exp()[..., None]), dim=-1)

@@ -33,34 +33,20 @@ LIMIT = {
     torch.float16: "bfloat16 device code",
 }
 CASES = {
-    "unequal rows": AttentionCase(
-        rows=((0, 0, 5), (7, 2, 3), (90, 0, 1)), columns=5, window=3, width=5
-    ),
+    "unequal rows": AttentionCase(rows=((0, 0, 5), (7, 2, 3), (90, 0, 1)), columns=5, window=3, width=5),
     "empty row": AttentionCase(rows=((0, 0, 0), (2, 1, 2)), columns=3, window=2, entries=2),
     "window beyond the sequence": AttentionCase(rows=((0, 0, 7),), columns=7, window=300),
     "window over tiles": AttentionCase(rows=((70, 0, 2), (3, 0, 2)), columns=2, window=45, heads=1),
     "gap": AttentionCase(rows=((30, 5, 2), (0, 0, 7)), columns=7, window=9, heads=1),
-    "selected": AttentionCase(
-        rows=((0, 0, 6), (40, 1, 5)), columns=6, window=4, entries=30, kept=19, rate=2
-    ),
-    "dense": AttentionCase(
-        rows=((0, 0, 4), (75, 0, 3)), columns=4, window=2, entries=37, rate=2, width=20
-    ),
+    "selected": AttentionCase(rows=((0, 0, 6), (40, 1, 5)), columns=6, window=4, entries=30, kept=19, rate=2),
+    "dense": AttentionCase(rows=((0, 0, 4), (75, 0, 3)), columns=4, window=2, entries=37, rate=2, width=20),
     "one entry": AttentionCase(rows=((1, 0, 4),), columns=4, window=2, entries=1, kept=1, rate=3),
     "one entry, dense": AttentionCase(rows=((1, 0, 4),), columns=4, window=1, entries=1, rate=3),
-    "many entries, few columns": AttentionCase(
-        rows=((400, 0, 1),), columns=1, window=1, entries=200, rate=2, heads=1
-    ),
-    "small": AttentionCase(
-        rows=((0, 0, 2), (9, 1, 1)), columns=2, window=3, entries=5, kept=3, rate=2, heads=2
-    ),
-    "17 heads": AttentionCase(
-        rows=((0, 0, 2),), columns=2, window=2, entries=2, kept=2, heads=17, width=1
-    ),
+    "many entries, few columns": AttentionCase(rows=((400, 0, 1),), columns=1, window=1, entries=200, rate=2, heads=1),
+    "small": AttentionCase(rows=((0, 0, 2), (9, 1, 1)), columns=2, window=3, entries=5, kept=3, rate=2, heads=2),
+    "17 heads": AttentionCase(rows=((0, 0, 2),), columns=2, window=2, entries=2, kept=2, heads=17, width=1),
     "130 heads": AttentionCase(rows=((99, 0, 1),), columns=1, window=70, heads=130, width=32),
-    "width 512": AttentionCase(
-        rows=((150, 0, 1),), columns=1, window=9, entries=70, kept=50, heads=64, width=512
-    ),
+    "width 512": AttentionCase(rows=((150, 0, 1),), columns=1, window=9, entries=70, kept=50, heads=64, width=512),
     "bfloat16": AttentionCase(
         rows=((0, 0, 5), (20, 1, 4)),
         columns=5,
@@ -70,9 +56,7 @@ CASES = {
         width=64,
         dtype=torch.bfloat16,
     ),
-    "float16": AttentionCase(
-        rows=((0, 0, 3),), columns=3, window=6, entries=3, width=64, dtype=torch.float16
-    ),
+    "float16": AttentionCase(rows=((0, 0, 3),), columns=3, window=6, entries=3, width=64, dtype=torch.float16),
 }
 TINY = replace(
     Dsv4Config.tiny(),
@@ -170,9 +154,7 @@ def check_blind() -> None:
 def check_sinks() -> None:
     case = CASES["small"]
     check(case, sinks=torch.full((case.heads,), -torch.inf))
-    out = sparse_attention(
-        **case.arguments() | {"sinks": torch.full((case.heads,), 1e4)}, backend="triton"
-    )
+    out = sparse_attention(**case.arguments() | {"sinks": torch.full((case.heads,), 1e4)}, backend="triton")
     assert torch.equal(out, torch.zeros_like(out))
 
 
@@ -194,9 +176,7 @@ def check_strides() -> None:
 
 def check_far_addresses() -> None:
     """Rows that begin 2^31 elements from the first (pages that nobody touched take no memory)."""
-    case = AttentionCase(
-        rows=((9, 0, 1),), columns=1, window=2, entries=3, kept=3, dtype=torch.float16
-    )
+    case = AttentionCase(rows=((9, 0, 1),), columns=1, window=2, entries=3, kept=3, dtype=torch.float16)
     arguments = case.arguments()
     step = 1 << 30
     entries = torch.zeros(2 * step + case.width, dtype=torch.float16)
@@ -214,10 +194,7 @@ def check_order_of_sums() -> None:
     arguments = CASES["small"].arguments()
     given = [arguments[k].requires_grad_() for k in FLOATS]
     torch.use_deterministic_algorithms(True)
-    fused, plain = (
-        torch.autograd.grad(sparse_attention(**arguments, backend=backend).sum(), given)
-        for backend in ("triton", "torch")
-    )
+    fused, plain = (torch.autograd.grad(sparse_attention(**arguments, backend=backend).sum(), given) for backend in ("triton", "torch"))
     torch.use_deterministic_algorithms(False)
     for gradient, expected in zip(fused, plain, strict=True):
         assert torch.equal(gradient, expected)
@@ -258,10 +235,7 @@ def test_properties(interpreted, checked):
 
 def check_model() -> None:
     """Three kinds of block, padding, a prompt in two pieces with a KV cache: as without kernels."""
-    plain, fused = (
-        Dsv4.from_config(TINY, dtype=torch.float32, kernels=kernels)
-        for kernels in ("torch", "triton")
-    )
+    plain, fused = (Dsv4.from_config(TINY, dtype=torch.float32, kernels=kernels) for kernels in ("torch", "triton"))
     torch.manual_seed(0)
     ids = torch.randint(0, TINY.vocab_size, (2, 13))
     mask = torch.ones_like(ids)

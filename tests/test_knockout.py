@@ -12,9 +12,7 @@ from dsv4.knockout import CHANNELS
 from dsv4.testing import random_config
 from dsv4.testing_probes import padded_batch, watched_model
 
-MODEL = watched_model(
-    seed=6, layer_types=[SLIDING, CSA, HCA], mlp_layer_types=[HASH_MOE, MOE, MOE], index_topk=3
-)
+MODEL = watched_model(seed=6, layer_types=[SLIDING, CSA, HCA], mlp_layer_types=[HASH_MOE, MOE, MOE], index_topk=3)
 KINDS = range(3)
 SEQ, PAD = 37, 5
 IDS, MASK = padded_batch(MODEL.vocab_size, seq=SEQ, padding=PAD)
@@ -35,9 +33,7 @@ def output(layer, change=None, model=MODEL, names=(), mask=MASK, ids=IDS, stop=N
     )
     stop = layer + 1 if stop is None else stop
     with model.hooks([] if change is None else [(read, change)]):
-        cache = model.run_with_cache(
-            ids, [name, read, *names], attention_mask=mask, stop_at_layer=stop
-        )[1]
+        cache = model.run_with_cache(ids, [name, read, *names], attention_mask=mask, stop_at_layer=stop)[1]
     return cache if names else cache[name]
 
 
@@ -220,9 +216,7 @@ def test_heads(layer):
     keys, queries = CASES[2]
     with MODEL.knockout(layer, queries, keys, heads=[0, 3]):
         cache = output(layer, names=["attention_mask"])
-        changed = output(
-            layer, noise_at(keys), names=[f"layers.{layer}.self_attn.attention_premix"]
-        )
+        changed = output(layer, noise_at(keys), names=[f"layers.{layer}.self_attn.attention_premix"])
     for row, start in ROWS:
         x = cache["attention_norm_output", layer][row, start:]
         for query in queries:
@@ -284,9 +278,7 @@ def test_with_a_cache_and_in_generation():
                 kv = MODEL.new_kv_cache(2, 64)
                 parts = [MODEL(part, kv_cache=kv) for part in IDS.split(sizes, dim=1)]
                 assert (torch.cat(parts, 1) - full).abs().max() < 2e-4, (level, sizes)
-            padded = MODEL(
-                torch.cat((IDS, IDS[:, :4]), 1), attention_mask=torch.arange(41).expand(2, -1) < 37
-            )
+            padded = MODEL(torch.cat((IDS, IDS[:, :4]), 1), attention_mask=torch.arange(41).expand(2, -1) < 37)
             assert (padded[:, :37] - full).abs().max() < 2e-4
             whole = MODEL.generate(IDS[:1, :20], 12, eos_token_id=None)
             again = MODEL(whole)

@@ -18,14 +18,8 @@ IGNORED = (".git", *(line.rstrip("/") for line in (ROOT / ".gitignore").read_tex
 FOLDERS = {"dsv4": "dsv4", "dsv4.kernels": "kernels", "dsv4.convert": "convert"}
 MAX_LINES = 400
 
-DEMO_COMMAND = (
-    'python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e ".[demo]" '
-    "&& .venv/bin/dsv4 demo"
-)
-TEST_COMMAND = (
-    'python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e ".[test]" '
-    "&& .venv/bin/pytest"
-)
+DEMO_COMMAND = 'python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e ".[demo]" && .venv/bin/dsv4 demo'
+TEST_COMMAND = 'python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e ".[test]" && .venv/bin/pytest'
 
 # Every file of dsv4/ belongs to one group.
 GROUPS = {
@@ -171,10 +165,7 @@ def test_imports_point_one_way(module):
 
 
 def test_no_import_cycles():
-    graph = {
-        module: {name for name in imports(path, is_top_level=True) if name in MODULES} - {module}
-        for module, path in MODULES.items()
-    }
+    graph = {module: {name for name in imports(path, is_top_level=True) if name in MODULES} - {module} for module, path in MODULES.items()}
     # Raises CycleError with the modules of the circle.
     assert len(list(TopologicalSorter(graph).static_order())) == len(MODULES)
 

@@ -123,9 +123,7 @@ def test_the_default_dtype_changes_nothing(model: Dsv4, ids: Tensor, dtype):
     finally:
         torch.set_default_dtype(torch.float32)
     assert {t.dtype for t in built.state_dict().values()} == {torch.float32, torch.int64}
-    for result, other in zip(
-        (*results, padded), (expected, expected, watched, expected), strict=True
-    ):
+    for result, other in zip((*results, padded), (expected, expected, watched, expected), strict=True):
         assert torch.equal(result, other)
 
 
@@ -140,9 +138,7 @@ def test_the_default_device_changes_nothing(model: Dsv4, ids: Tensor):
             model(ids, attention_mask=mask),
             model(ids.tolist(), attention_mask=mask.tolist()),
         ]
-    for result, other in zip(
-        (*results, *masked), (expected, expected, watched, padded, padded), strict=True
-    ):
+    for result, other in zip((*results, *masked), (expected, expected, watched, padded, padded), strict=True):
         assert torch.equal(result, other)
 
 
@@ -151,9 +147,7 @@ def test_the_global_seed_is_not_touched(ids: Tensor):
     built = Dsv4.from_config(fault_config(), seed=21)
     built(ids)
     assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(
-        built.lm_head.weight, Dsv4.from_config(fault_config(), seed=21).lm_head.weight
-    )
+    assert torch.equal(built.lm_head.weight, Dsv4.from_config(fault_config(), seed=21).lm_head.weight)
 
 
 # Ties.
@@ -218,9 +212,7 @@ def test_edges_run_watched_and_backwards(edge: str):
     assert_close(logits, model(ids), "watched")
     for name, value in cache.items():
         assert not (value.is_floating_point() and bool(value.isnan().any())), name
-    for gradient in torch.autograd.grad(
-        model(ids).square().mean(), list(model.parameters()), allow_unused=True
-    ):
+    for gradient in torch.autograd.grad(model(ids).square().mean(), list(model.parameters()), allow_unused=True):
         assert gradient is None or bool(gradient.isfinite().all())
 
 
@@ -243,9 +235,7 @@ def test_only_the_indexer_has_no_gradient(model: Dsv4, ids: Tensor):
     names = [name for name, _ in model.named_parameters()]
 
     def without(tokens: int) -> set[str]:
-        grads = torch.autograd.grad(
-            model(ids[:, :tokens]).square().mean(), list(model.parameters()), allow_unused=True
-        )
+        grads = torch.autograd.grad(model(ids[:, :tokens]).square().mean(), list(model.parameters()), allow_unused=True)
         assert all(g is None or bool(g.isfinite().all()) for g in grads)
         return {name for name, g in zip(names, grads, strict=True) if g is None}
 
@@ -259,9 +249,7 @@ def test_watching_everything_gives_the_indexer_no_gradient_either(model: Dsv4, i
     out, _ = model.run_with_cache(ids, "**", detach=False)
     names = [name for name, _ in model.named_parameters()]
     grads = torch.autograd.grad(out.square().mean(), list(model.parameters()), allow_unused=True)
-    assert {name for name, g in zip(names, grads, strict=True) if g is None} == {
-        name for name in names if ".indexer." in name
-    }
+    assert {name for name, g in zip(names, grads, strict=True) if g is None} == {name for name in names if ".indexer." in name}
 
 
 def test_no_value_holds_a_graph_where_none_is_wanted(model: Dsv4, ids: Tensor):
@@ -288,10 +276,7 @@ def test_second_derivatives():
     leaf, direction, step = start.clone().requires_grad_(), torch.randn_like(start), 1e-5
     for value in range(2):
         second = torch.autograd.grad(slopes(leaf, True)[value], leaf)[0]
-        sides = [
-            slopes((start + sign * step * direction).requires_grad_(), False)[value]
-            for sign in (1, -1)
-        ]
+        sides = [slopes((start + sign * step * direction).requires_grad_(), False)[value] for sign in (1, -1)]
         expected = (sides[0] - sides[1]) / (2 * step)
         assert (second * direction).sum().item() == pytest.approx(expected.item(), rel=1e-4)
 
@@ -333,9 +318,7 @@ def test_embeddings_of_any_size(model: Dsv4, ids: Tensor, size: float):
     embeddings = (size * model.embed_tokens(ids)).detach().requires_grad_()
     logits = model(ids, inputs_embeds=embeddings)
     assert bool(logits.isfinite().all())
-    for gradient in torch.autograd.grad(
-        logits.sum(), [embeddings, *model.parameters()], allow_unused=True
-    ):
+    for gradient in torch.autograd.grad(logits.sum(), [embeddings, *model.parameters()], allow_unused=True):
         assert gradient is None or bool(gradient.isfinite().all())
 
 

@@ -46,9 +46,7 @@ def letters(pattern: str, text: str) -> bool:
 
 
 parts = st.sampled_from(["a", "b", "ab", "a1", "a10", "ba"])
-some_names = st.lists(
-    st.lists(parts, min_size=1, max_size=4).map(".".join), min_size=1, max_size=12, unique=True
-)
+some_names = st.lists(st.lists(parts, min_size=1, max_size=4).map(".".join), min_size=1, max_size=12, unique=True)
 globs = st.lists(
     st.sampled_from(["a", "b", "ab", "a1", "*", "**", "a*", "*b", "a**", "**b", "*1*", "a*b"]),
     min_size=1,
@@ -98,16 +96,12 @@ def test_layer_1_is_not_layer_10():
     found = match("layers.1.**", NAMES)
     assert found
     assert all(name.startswith("layers.1.") for name in found)
-    assert match("layers.1*.layer_output", NAMES) == [
-        f"layers.{i}.layer_output" for i in (1, 10, 11)
-    ]
+    assert match("layers.1*.layer_output", NAMES) == [f"layers.{i}.layer_output" for i in (1, 10, 11)]
 
 
 def test_star_stays_within_a_part():
     assert match("layers.*.layer_output", NAMES) == [f"layers.{i}.layer_output" for i in range(12)]
-    assert match("layers.3.*", NAMES) == [
-        name for name in NAMES if name.startswith("layers.3.") and name.count(".") == 2
-    ]
+    assert match("layers.3.*", NAMES) == [name for name in NAMES if name.startswith("layers.3.") and name.count(".") == 2]
 
 
 def test_two_stars_anywhere_and_at_no_part():
@@ -124,9 +118,7 @@ def test_a_str_is_not_a_list_of_letters():
     assert match("logits", ["l", "o", "g", "i", "t", "s", "logits"]) == ["logits"]
 
 
-@pytest.mark.parametrize(
-    "wrong", [None, 3, b"logits", {"logits": 1}, [3], ["logits", None], [["logits"]]]
-)
+@pytest.mark.parametrize("wrong", [None, 3, b"logits", {"logits": 1}, [3], ["logits", None], [["logits"]]])
 def test_other_types_are_type_errors(wrong):
     with pytest.raises(TypeError, match=r"expected a str, a predicate .* list, tuple or set"):
         match(wrong, NAMES)
@@ -177,9 +169,7 @@ def test_a_value_that_no_block_has():
     names = all_names(config)
     assert f"exists on {CSA} blocks" in complaint("indexer_scores", names, reason)
     assert f"exists on {CSA} blocks" in complaint("layers.*.**.indexer_scores", names, reason)
-    assert match("**.compressed_entries", names) == [
-        "layers.1.self_attn.compressor.compressed_entries"
-    ]
+    assert match("**.compressed_entries", names) == ["layers.1.self_attn.compressor.compressed_entries"]
 
 
 def test_a_glob_needs_only_one_block_that_has_the_value():

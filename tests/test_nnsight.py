@@ -42,9 +42,7 @@ def test_a_wrapped_model_gives_the_same_numbers(bare, model, nn):
         assert torch.equal(logits, expected)
         assert all(torch.equal(other[name], cache[name]) for name in cache)
         zero = [(OUTPUT, torch.zeros_like)]
-        torch.testing.assert_close(
-            model.run_with_hooks(IDS, zero), bare.run_with_hooks(IDS, zero), rtol=1e-5, atol=1e-5
-        )
+        torch.testing.assert_close(model.run_with_hooks(IDS, zero), bare.run_with_hooks(IDS, zero), rtol=1e-5, atol=1e-5)
     assert list(model.state_dict()) == list(bare.state_dict())
 
 
@@ -115,9 +113,7 @@ def test_zeroing_in_two_ways(bare, nn, mode):
     with mode():
         expected = bare.run_with_hooks(IDS, [(OUTPUT, torch.zeros_like)])
         with nn.trace(IDS):
-            nn.layers[4].self_attn.attention_output.output = (
-                nn.layers[4].self_attn.attention_output.output * 0
-            )
+            nn.layers[4].self_attn.attention_output.output = nn.layers[4].self_attn.attention_output.output * 0
             assigned = nn.logits.output.save()
         with nn.trace(IDS):
             nn.layers[4].self_attn.attention_output.output[:] = 0
@@ -178,9 +174,7 @@ def test_the_cache_of_a_tracer(bare, nn):
         with nn.trace(IDS) as tracer:
             cache = tracer.cache(modules=[layer.layer_output for layer in nn.layers])
     for i in range(6):
-        assert torch.equal(
-            cache[f"model.layers.{i}.layer_output"].output, expected["layer_output", i]
-        )
+        assert torch.equal(cache[f"model.layers.{i}.layer_output"].output, expected["layer_output", i])
 
 
 def test_skipping_a_sublayer(bare, nn):
@@ -216,9 +210,7 @@ def test_steps_of_a_generation(bare, model, nn):
     assert [tuple(step.shape) for step in steps] == [(1, 9, 4, 32), (1, 1, 4, 32), (1, 1, 4, 32)]
     with torch.no_grad():
         _, cache = bare.run_with_cache(expected[:, :-1], "layers.2.layer_output")
-    torch.testing.assert_close(
-        torch.cat(steps, dim=1), cache["layer_output", 2], rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(torch.cat(steps, dim=1), cache["layer_output", 2], rtol=1e-4, atol=1e-4)
 
 
 def test_renamed(bare):

@@ -36,9 +36,7 @@ def model() -> Dsv4:
     return Dsv4.from_config(fault_config(), seed=11)
 
 
-def batch(
-    config, lengths: list[int], width: int, sides: str, seed: int = 0
-) -> tuple[Tensor, Tensor]:
+def batch(config, lengths: list[int], width: int, sides: str, seed: int = 0) -> tuple[Tensor, Tensor]:
     """(ids, mask) [rows, width]: row i has lengths[i] tokens, its padding at the side sides[i]
     ("l" or "r").
     """
@@ -80,11 +78,7 @@ def clean_tokens(model: Dsv4, ids: Tensor, mask: Tensor, row: int, alone: Tensor
             solo = dict(solo) | {name: pad(solo[name], (0, width - solo_width), value=-1)}
     agreement = agree(
         here,
-        {
-            name: solo[name]
-            for name in here
-            if name.endswith(("expert_indices", "indexer_selection"))
-        },
+        {name: solo[name] for name in here if name.endswith(("expert_indices", "indexer_selection"))},
     )
     assert agreement.ties <= 1
     return agreement.clean
@@ -170,14 +164,7 @@ def test_every_value_of_real_tokens_and_entries(model: Dsv4, side: str):
                 elif letter in ("e", "e_new"):
                     ours = ours.narrow(axis, 0, expected.shape[axis])
                 elif letter == "min(index_topk,e)":
-                    assert bool(
-                        (
-                            ours.narrow(
-                                axis, expected.shape[axis], ours.shape[axis] - expected.shape[axis]
-                            )
-                            == -1
-                        ).all()
-                    )
+                    assert bool((ours.narrow(axis, expected.shape[axis], ours.shape[axis] - expected.shape[axis]) == -1).all())
                     ours = ours.narrow(axis, 0, expected.shape[axis])
             if ours.is_floating_point():
                 assert_close(ours, expected, "watched", f"{name}, row {row}")
@@ -189,9 +176,7 @@ def test_every_value_of_real_tokens_and_entries(model: Dsv4, side: str):
                 cache[f"{at}.attention_probabilities"][row, :, real],
                 cache[f"{at}.attention_key_positions"][row],
             )
-            expected = by_position(
-                solo[f"{at}.attention_probabilities"][0], solo[f"{at}.attention_key_positions"][0]
-            )
+            expected = by_position(solo[f"{at}.attention_probabilities"][0], solo[f"{at}.attention_key_positions"][0])
             assert ours.keys() == expected.keys()
             for place in ours:
                 assert_close(ours[place], expected[place], LIMIT, f"{at} at {place}")
@@ -228,9 +213,7 @@ def test_ids_at_padding_do_not_matter(model: Dsv4):
     ids, mask = batch(model.config, [9, 24, 17], 24, "lrl")
     other = torch.where(mask.bool(), ids, (ids + 7) % model.vocab_size)
     real = mask.bool()
-    assert_close(
-        model(other, attention_mask=mask)[real], model(ids, attention_mask=mask)[real], LIMIT
-    )
+    assert_close(model(other, attention_mask=mask)[real], model(ids, attention_mask=mask)[real], LIMIT)
 
 
 def spoiled(value: Tensor, real: Tensor, filling: float, axis: int = 1) -> Tensor:
@@ -268,9 +251,7 @@ def test_what_is_given_at_padding_is_never_heard(model: Dsv4, side: str, filling
         ("layers.1.self_attn.attention_keys_unrotated", 2),
     ],
 )
-def test_what_a_hook_writes_at_padding_is_never_heard(
-    model: Dsv4, side: str, filling: float, name: str, axis: int
-):
+def test_what_a_hook_writes_at_padding_is_never_heard(model: Dsv4, side: str, filling: float, name: str, axis: int):
     ids, mask = batch(model.config, [9, 24, 17], 24, side * 3)
     real = mask.bool()
     hooks = [(name, lambda value, hook: spoiled(value, real, filling, axis))]
@@ -290,11 +271,7 @@ def test_gradients_are_those_of_the_rows_alone(model: Dsv4):
         return logits.log_softmax(-1)[..., 0].sum()
 
     padded = gradients(loss(model(ids, attention_mask=mask)[mask.bool()]))
-    alone = [
-        gradients(loss(model(row[real.bool()][None])))
-        for row, real in zip(ids, mask, strict=True)
-        if real.any()
-    ]
+    alone = [gradients(loss(model(row[real.bool()][None]))) for row, real in zip(ids, mask, strict=True) if real.any()]
     for name, gradient in padded.items():
         assert bool(gradient.isfinite().all()), name
         expected = sum(g[name] for g in alone if name in g)
@@ -312,9 +289,7 @@ def test_padding_in_bfloat16_is_finite():
     model = Dsv4.from_config(fault_config(), seed=11, dtype=torch.bfloat16)
     ids, mask = batch(model.config, [0, 1, 24, 7], 24, "llrl")
     _, cache = model.run_with_cache(ids, "**", attention_mask=mask)
-    assert not any(
-        bool(value.isnan().any()) for value in cache.values() if value.is_floating_point()
-    )
+    assert not any(bool(value.isnan().any()) for value in cache.values() if value.is_floating_point())
 
 
 @pytest.mark.parametrize("rates", [{CSA: 1, HCA: 1}, {CSA: 7, HCA: 3}, {CSA: 100, HCA: 128}])

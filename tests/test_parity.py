@@ -24,10 +24,7 @@ from dsv4.testing import (
 )
 
 LIMIT = LIMITS["transformers"].relative
-PLAIN = {
-    kind: {"rope_type": "default", "rope_theta": theta}
-    for kind, theta in (("main", 1e4), ("compress", 16e4))
-}
+PLAIN = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in (("main", 1e4), ("compress", 16e4))}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 4e4,
@@ -71,9 +68,7 @@ CASES = {
     "one of many experts": {"n_routed_experts": 40, "num_experts_per_tok": 1},
     "no YaRN": {"rope_parameters": PLAIN},
     "YaRN on both": {"rope_parameters": {"main": YARN, "compress": YARN}},
-    "an attention factor": {
-        "rope_parameters": PLAIN | {"compress": YARN | {"attention_factor": 1.3}}
-    },
+    "an attention factor": {"rope_parameters": PLAIN | {"compress": YARN | {"attention_factor": 1.3}}},
     "a large index head": {"index_head_dim": 24},
     "one sliding block": {"layer_types": (SLIDING,)},
     "one CSA block": {"layer_types": (CSA,)},
@@ -138,9 +133,7 @@ def test_every_length_across_all_boundaries():
 
 
 def test_true_rates_and_window_past_their_ends():
-    config = fault_config(
-        sliding_window=128, compress_rates={CSA: 4, HCA: 128}, index_topk=16, index_n_heads=16
-    )
+    config = fault_config(sliding_window=128, compress_rates={CSA: 4, HCA: 128}, index_topk=16, index_n_heads=16)
     model = Dsv4.from_config(config, seed=2)
     result = parity(model, twin(model), random_ids(config, 1, 700))
     assert result.error <= LIMIT

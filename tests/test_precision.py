@@ -48,10 +48,7 @@ KEPT = (
 
 
 def stays_float32(name: str) -> bool:
-    return any(
-        part in KEPT or part == "norm" or part.endswith(("_norm", "layernorm"))
-        for part in name.split(".")
-    )
+    return any(part in KEPT or part == "norm" or part.endswith(("_norm", "layernorm")) for part in name.split("."))
 
 
 def deviation(logits: Tensor, truth: Tensor) -> float:
@@ -100,19 +97,11 @@ def ratios() -> dict[str, list[float]]:
         wide, theirs = copy.deepcopy(model).float(), twin(model)
         ids = random_ids(config, 4, 100, seed)
         with torch.no_grad():
-            truth, choices = wide.run_with_cache(
-                ids, names_of(wide, ("expert_indices", "indexer_selection"))
-            )
-            found["free"].append(
-                deviation(model(ids), truth) / deviation(theirs(input_ids=ids).logits, truth)
-            )
+            truth, choices = wide.run_with_cache(ids, names_of(wide, ("expert_indices", "indexer_selection")))
+            found["free"].append(deviation(model(ids), truth) / deviation(theirs(input_ids=ids).logits, truth))
             freeze_transformers(theirs, choices)
-            ours = model.run_with_hooks(
-                ids, [(name, replace_by(choices[name])) for name in choices]
-            )
-            found["frozen"].append(
-                deviation(ours, truth) / deviation(theirs(input_ids=ids).logits, truth)
-            )
+            ours = model.run_with_hooks(ids, [(name, replace_by(choices[name])) for name in choices])
+            found["frozen"].append(deviation(ours, truth) / deviation(theirs(input_ids=ids).logits, truth))
     return found
 
 
@@ -129,14 +118,10 @@ def test_frozen_choices_are_the_float32_runs(ratios):
     model = Dsv4.from_config(config, seed=1)
     theirs, ids = twin(model), random_ids(config, 2, 40)
     with torch.no_grad():
-        truth, choices = model.run_with_cache(
-            ids, names_of(model, ("expert_indices", "indexer_selection"))
-        )
+        truth, choices = model.run_with_cache(ids, names_of(model, ("expert_indices", "indexer_selection")))
         freeze_transformers(theirs, choices)
         assert_close(theirs(input_ids=ids).logits, truth, "transformers")
-        shifted = {
-            name: (value + 1) % 8 if "expert" in name else value for name, value in choices.items()
-        }
+        shifted = {name: (value + 1) % 8 if "expert" in name else value for name, value in choices.items()}
         freeze_transformers(theirs, shifted)
         assert relative_error(theirs(input_ids=ids).logits, truth) > 1e-2
 
@@ -150,12 +135,8 @@ def test_the_twin_holds_what_transformers_loads(tmp_path):
     model = Dsv4.from_config(fault_config(), seed=1, dtype=torch.bfloat16)
     theirs = twin(model)
     twin(copy.deepcopy(model).float()).save_pretrained(tmp_path)
-    loaded = DeepseekV4ForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.bfloat16, experts_implementation="eager"
-    ).eval()
-    ours, expected = (
-        dict(m.named_parameters()) | dict(m.named_buffers()) for m in (theirs, loaded)
-    )
+    loaded = DeepseekV4ForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, experts_implementation="eager").eval()
+    ours, expected = (dict(m.named_parameters()) | dict(m.named_buffers()) for m in (theirs, loaded))
     assert {k: v.dtype for k, v in ours.items()} == {k: v.dtype for k, v in expected.items()}
     ids = random_ids(model.config, 2, 30)
     assert torch.equal(theirs(input_ids=ids).logits, loaded(input_ids=ids).logits)
@@ -182,13 +163,7 @@ def test_casts_leave_the_float32_parts(dtype):
     ]
     for model in (asked, *ways):
         for key, tensor in model.state_dict(keep_vars=True).items():
-            expected = (
-                torch.int64
-                if key.endswith("tid2eid")
-                else torch.float32
-                if stays_float32(key)
-                else dtype
-            )
+            expected = torch.int64 if key.endswith("tid2eid") else torch.float32 if stays_float32(key) else dtype
             assert tensor.dtype == expected, key
             assert torch.equal(tensor, asked.state_dict()[key]), key
         assert model.rotary["main"].frequencies.dtype == torch.float32
@@ -211,9 +186,7 @@ def test_there_and_back():
     rounded = copy.deepcopy(wide).bfloat16().float()
     for key, tensor in rounded.state_dict().items():
         assert tensor.dtype in (torch.float32, torch.int64)
-        assert torch.equal(tensor, wide.state_dict()[key]) == (
-            stays_float32(key) or key.endswith("tid2eid")
-        ), key
+        assert torch.equal(tensor, wide.state_dict()[key]) == (stays_float32(key) or key.endswith("tid2eid")), key
 
 
 def test_a_model_with_gradients_is_cast_with_them():
@@ -263,11 +236,7 @@ def test_hooks_change_no_dtype():
     model = Dsv4.from_config(fault_config(), seed=3, dtype=torch.bfloat16)
     ids = random_ids(model.config, 2, 30)
     plain, cache = model.run_with_cache(ids, "**")
-    names = [
-        name
-        for name in model.hook_dict
-        if name.endswith(("layer_output", "attention_output", "mlp_input", "attention_keys"))
-    ]
+    names = [name for name in model.hook_dict if name.endswith(("layer_output", "attention_output", "mlp_input", "attention_keys"))]
     for edit in (
         lambda x, hook: x.float(),
         lambda x, hook: x * 1.0,
@@ -276,9 +245,7 @@ def test_hooks_change_no_dtype():
         with model.hooks([(name, edit) for name in names]):
             logits, edited = model.run_with_cache(ids, "**")
         assert torch.equal(logits, plain)
-        assert {name: value.dtype for name, value in edited.items()} == {
-            name: value.dtype for name, value in cache.items()
-        }
+        assert {name: value.dtype for name, value in edited.items()} == {name: value.dtype for name, value in cache.items()}
     out = model.run_with_hooks(ids, [(name, lambda x, hook: x.float()) for name in names])
     out.square().mean().backward()
     assert all(p.grad is None or p.grad.dtype == p.dtype for p in model.parameters())
@@ -297,12 +264,8 @@ def test_reading_everything_changes_no_bit_while_one_band_holds_every_token():
             mask = torch.ones_like(ids)
             mask[1, : 7 * seed] = 0
             with torch.no_grad():
-                plain, choices = model.run_with_cache(
-                    ids, names_of(model, CHOICES[:2]), attention_mask=mask
-                )
-                watched, everything = model.run_with_cache(
-                    ids, "**", max_bytes=None, attention_mask=mask
-                )
+                plain, choices = model.run_with_cache(ids, names_of(model, CHOICES[:2]), attention_mask=mask)
+                watched, everything = model.run_with_cache(ids, "**", max_bytes=None, attention_mask=mask)
             for name, value in choices.items():
                 assert torch.equal(everything[name], value), f"seed {seed}: {name}"
             assert torch.equal(watched, plain), f"seed {seed}"
@@ -318,10 +281,7 @@ def test_reading_everything_of_a_long_row_in_bfloat16():
         plain, choices = model.run_with_cache(ids, names_of(model, CHOICES[:2]))
         watched, everything = model.run_with_cache(ids, "**", max_bytes=None)
         truth = copy.deepcopy(model).float()(ids)
-    differing = sum(
-        int((as_sets(everything[name]) != as_sets(value)).any(-1).sum())
-        for name, value in choices.items()
-    )
+    differing = sum(int((as_sets(everything[name]) != as_sets(value)).any(-1).sum()) for name, value in choices.items())
     assert differing <= 20
     assert deviation(watched, plain) <= 2 * deviation(plain, truth)
 
@@ -344,9 +304,7 @@ def test_float64_is_float64_throughout():
             steps = []
             for scale in (1.0, 2.0):
                 moved = copy.deepcopy(model)
-                moved.embed_tokens.weight.mul_(
-                    1 + scale * 2.0**-40 * torch.linspace(-1, 1, model.hidden_size).double()
-                )
+                moved.embed_tokens.weight.mul_(1 + scale * 2.0**-40 * torch.linspace(-1, 1, model.hidden_size).double())
                 steps.append(moved(ids) - logits)
         # Twice the step, twice the difference: in float32 both would be noise of 1e-7.
         assert relative_error(steps[1], 2 * steps[0]) < 1e-2
@@ -360,16 +318,8 @@ def test_float32_is_as_good_as_float32_can_be():
         ids = random_ids(config, 2, 40, seed)
         with torch.no_grad():
             truth, cache = exact.run_with_cache(ids, names_of(exact, CHOICES))
-            gaps = [
-                boundary_gap(value, config.num_experts_per_tok)
-                for name, value in cache.items()
-                if name.endswith("selection_scores")
-            ]
-            gaps += [
-                boundary_gap(value, config.index_topk)
-                for name, value in cache.items()
-                if name.endswith("indexer_scores")
-            ]
+            gaps = [boundary_gap(value, config.num_experts_per_tok) for name, value in cache.items() if name.endswith("selection_scores")]
+            gaps += [boundary_gap(value, config.index_topk) for name, value in cache.items() if name.endswith("indexer_scores")]
             if any(bool((gap < NEAR_TIE).any()) for gap in gaps):
                 continue
             error = relative_error(Dsv4.from_config(config, seed=seed)(ids), truth)
@@ -390,9 +340,7 @@ def value_and_gradients(model: Dsv4, logits: Tensor) -> tuple[Tensor, dict[str, 
 def test_fused_and_spelled_out_agree_in_value_and_gradient(seed: int):
     draw = random.Random(200 + seed)
     config = random_config(draw)
-    model = Dsv4.from_config(
-        config, seed=seed, dtype=torch.float64 if seed % 3 == 0 else torch.float32
-    )
+    model = Dsv4.from_config(config, seed=seed, dtype=torch.float64 if seed % 3 == 0 else torch.float32)
     width = draw.choice((1, 5, 33, 70, 200))
     ids, mask = random_ids(config, 2, width, seed), torch.ones(2, width, dtype=torch.int64)
     mask[1, : draw.randint(0, width - 1)] = 0
@@ -401,9 +349,7 @@ def test_fused_and_spelled_out_agree_in_value_and_gradient(seed: int):
     spelled, spelled_grads = value_and_gradients(model, watched)
     exact = model.dtype == torch.float64
     assert_close(logits, spelled, "float64" if exact else "watched")
-    assert_gradients_close(
-        grads, spelled_grads, "float64 gradient" if exact else "watched gradient"
-    )
+    assert_gradients_close(grads, spelled_grads, "float64 gradient" if exact else "watched gradient")
 
 
 @pytest.mark.parametrize("block", [SLIDING, CSA, HCA])

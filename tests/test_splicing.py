@@ -88,10 +88,7 @@ def test_edits_of_latents(at, with_error):
     assert torch.allclose(cache[written], before + 2 * sae.decoder[:, 5], atol=1e-5)
     assert torch.allclose(cache[inner[0]][..., 5], base[..., 5] + 2, atol=1e-6)
     expected = before + 2 * sae.decoder[:, 5]
-    if with_error:
-        hooks = [(written, lambda v, hook: v + 2 * sae.decoder[:, 5])]
-    else:
-        hooks = [(written, lambda v, hook: expected)]
+    hooks = [(written, lambda v, hook: v + 2 * sae.decoder[:, 5] if with_error else expected)]
     with torch.no_grad():
         by_hand = MODEL.run_with_hooks(IDS, hooks, attention_mask=MASK)
     assert (logits - by_hand).abs().max() < 1e-4

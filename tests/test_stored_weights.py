@@ -13,7 +13,7 @@ import dsv4.kernels.grouped_linear
 from dsv4 import Dsv4, Dsv4Config
 from dsv4.experts import Experts, Fp4Experts, Fp8Experts
 from dsv4.kernels.quantize import quantize_fp4, quantize_fp8
-from dsv4.linear import Fp8BlockDiagonalLinear, Fp8Linear, BlockDiagonalLinear, Linear
+from dsv4.linear import BlockDiagonalLinear, Fp8BlockDiagonalLinear, Fp8Linear, Linear
 from dsv4.pretrained import keep_stored
 from dsv4.testing import assert_close
 
@@ -80,9 +80,7 @@ def arguments(module: nn.Module, dtype: torch.dtype, tokens: int = 5) -> list[Te
         return [
             x,
             indices,
-            torch.rand(1, tokens, TOP_K).to(
-                torch.float64 if dtype == torch.float64 else torch.float32
-            ),
+            torch.rand(1, tokens, TOP_K).to(torch.float64 if dtype == torch.float64 else torch.float32),
         ]
     return [torch.randn(2, tokens, module.in_features * getattr(module, "groups", 1)).to(dtype)]
 

@@ -21,18 +21,14 @@ def config(**overrides):
 
 
 def word_tokenizer():
-    backend = Backend(
-        models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>")
-    )
+    backend = Backend(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.add_special_tokens([AddedToken("<bos>", special=True, normalized=False)])
     return backend
 
 
 def adds_bos_itself(backend):
-    backend.post_processor = processors.TemplateProcessing(
-        single="<bos> $A <eos>", special_tokens=[("<bos>", 0), ("<eos>", 1)]
-    )
+    backend.post_processor = processors.TemplateProcessing(single="<bos> $A <eos>", special_tokens=[("<bos>", 0), ("<eos>", 1)])
 
 
 def adds_nothing(backend):

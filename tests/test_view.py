@@ -70,9 +70,7 @@ class Parsed(HTMLParser):
         if "id" in found:
             assert found["id"] not in self.ids
             self.ids.add(found["id"])
-        self.references += [
-            found[key] for key in ("src", "href", "srcset", "action") if key in found
-        ]
+        self.references += [found[key] for key in ("src", "href", "srcset", "action") if key in found]
         self.scripts += tag == "script"
         if tag not in VOID:
             self.open.append((tag, found.get("id")))
@@ -323,9 +321,7 @@ def test_every_picture_is_drawn(name, which, request, tmp_path):
     pytest.importorskip("matplotlib", reason="the figures need matplotlib")
     cache = request.getfixturevalue(which)
     with torch.no_grad():
-        _, own = cache.model.run_with_cache(
-            cache["input_ids"][:1], view.picture_names(cache.model, name)
-        )
+        _, own = cache.model.run_with_cache(cache["input_ids"][:1], view.picture_names(cache.model, name))
     for source in (cache, own):
         view.picture(name, source).savefig(tmp_path / f"{name}.png", dpi=40)
     assert (tmp_path / f"{name}.png").stat().st_size > 2000
@@ -346,9 +342,7 @@ def test_figures_show_the_values(model, cache):
     panels = view.stream_mixing(cache, layer=1, pos=4).axes
     assert torch.allclose(shown(panels[1]), cache["layers.1.attention_comb"][0, 4])
     assert torch.allclose(shown(panels[5]).flatten(), cache["layers.1.mlp_post"][0, 4])
-    pre = torch.stack(
-        [cache[f"layers.{i}.{s}_pre"][0, -1] for i in range(6) for s in ("attention", "mlp")]
-    )
+    pre = torch.stack([cache[f"layers.{i}.{s}_pre"][0, -1] for i in range(6) for s in ("attention", "mlp")])
     assert torch.allclose(shown(view.stream_mixing(cache).axes[0]), pre.T)
     words = [text.get_text() for text in view.lens_table(cache, pos=-1, k=3).axes[0].texts]
     assert len(words) == 18

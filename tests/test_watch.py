@@ -49,9 +49,7 @@ def test_state_dict_names_are_frozen():
 
 def test_public_names_are_frozen():
     own = [n for n in dir(Dsv4) if not n.startswith("_") and n not in dir(Probed)]
-    assert [*sorted(dsv4.__all__), *(f"Dsv4.{n}" for n in sorted(own))] == frozen(
-        "public_names.txt"
-    )
+    assert [*sorted(dsv4.__all__), *(f"Dsv4.{n}" for n in sorted(own))] == frozen("public_names.txt")
 
 
 # Names.
@@ -104,9 +102,7 @@ def test_layer_1_is_not_layer_10():
     assert {name.split(".")[1] for name in cache} == {"1"}
 
 
-@pytest.mark.parametrize(
-    "verb", ["hooks", "run_with_hooks", "run_with_cache", "add_hook", "estimate"]
-)
+@pytest.mark.parametrize("verb", ["hooks", "run_with_hooks", "run_with_cache", "add_hook", "estimate"])
 def test_wrong_names_say_what_to_do(verb):
     def use(names):
         if verb == "hooks":
@@ -233,9 +229,7 @@ def test_stop_and_start_are_the_two_halves():
                 assert torch.equal(streams, cache["layer_input", layer])
             rest = MODEL(streams, start_at_layer=layer, input_ids=IDS, attention_mask=MASK)
             torch.testing.assert_close(rest[MASK.bool()], plain[MASK.bool()], rtol=1e-5, atol=1e-5)
-        middle = MODEL(
-            MODEL(IDS, stop_at_layer=2), start_at_layer=2, stop_at_layer=4, input_ids=IDS
-        )
+        middle = MODEL(MODEL(IDS, stop_at_layer=2), start_at_layer=2, stop_at_layer=4, input_ids=IDS)
         assert torch.equal(middle, MODEL(IDS, stop_at_layer=4))
         # No hash block follows layer 3: no ids are needed.
         streams = MODEL(IDS, stop_at_layer=3)
@@ -258,13 +252,9 @@ def test_stop_with_hooks_and_cache():
         assert "readout_weights" not in cache
         _, cache = MODEL.run_with_cache(IDS, "layers.*.layer_output", stop_at_layer=3)
         assert list(cache) == [f"layers.{i}.layer_output" for i in range(3)]
-        edited = MODEL.run_with_hooks(
-            IDS, [("layers.1.layer_output", torch.zeros_like)], stop_at_layer=2
-        )
+        edited = MODEL.run_with_hooks(IDS, [("layers.1.layer_output", torch.zeros_like)], stop_at_layer=2)
         assert torch.equal(edited, torch.zeros_like(edited))
-        _, cache = MODEL.run_with_cache(
-            MODEL(IDS, stop_at_layer=4), "layers.*.layer_input", start_at_layer=4
-        )
+        _, cache = MODEL.run_with_cache(MODEL(IDS, stop_at_layer=4), "layers.*.layer_input", start_at_layer=4)
         assert list(cache) == ["layers.4.layer_input", "layers.5.layer_input"]
 
 
@@ -423,9 +413,7 @@ def test_print_shows_every_value_with_layout_and_meaning():
         assert value.meaning in text
     assert "read-only" in text
     # Equal blocks in a row are shown once.
-    config = every_kind(
-        layer_types=[SLIDING] * 5 + [CSA], mlp_layer_types=["hash_moe"] * 2 + ["moe"] * 4
-    )
+    config = every_kind(layer_types=[SLIDING] * 5 + [CSA], mlp_layer_types=["hash_moe"] * 2 + ["moe"] * 4)
     text = repr(Dsv4.from_config(config))
     assert "(0-1): 2 x Block(" in text
     assert "(2-4): 3 x Block(" in text
@@ -484,9 +472,7 @@ def test_the_estimate_behind_a_kv_cache(past, new):
         MODEL(ids[:, :past], kv_cache=kv)
         _, cache = MODEL.run_with_cache(ids[:, past:], "**", kv_cache=kv)
     estimate = MODEL.estimate("**", batch=2, seq=new, past=past)
-    assert {n: v.numel() * v.element_size() for n, v in cache.items()} == {
-        n: b for n, b in estimate.items() if n != "total"
-    }
+    assert {n: v.numel() * v.element_size() for n, v in cache.items()} == {n: b for n, b in estimate.items() if n != "total"}
     window, entries = min(past, 7) + new, (past + new) // 4
     assert cache["attention_probabilities", 1].shape == (2, 4, new, window + entries)
     assert cache["compressed_entries", 1].shape[1] == entries - past // 4
@@ -540,10 +526,7 @@ def test_the_real_model_would_take_what_the_table_says():
     # Float32.
     assert 770 < total / 2**30 < 780
     streams = [n for n in values.all_names(config) if n.endswith("layer_output")]
-    assert (
-        round(sum(budget.sizes(config, streams, torch.bfloat16, 1, 8192).values()) / 2**30, 1)
-        == 10.8
-    )
+    assert round(sum(budget.sizes(config, streams, torch.bfloat16, 1, 8192).values()) / 2**30, 1) == 10.8
 
 
 def test_signatures_are_the_documented_ones():

@@ -41,9 +41,7 @@ def wheel(tmp_path_factory):
     for name in SOURCES:
         shutil.copy(ROOT / name, source)
     for folder in FOLDERS:
-        shutil.copytree(
-            ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__")
-        )
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
     out = tmp_path_factory.mktemp("wheel")
     command = ["wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(out)]
     subprocess.run([sys.executable, "-m", "pip", "-q", *command, str(source)], cwd=out, check=True)
