@@ -136,9 +136,7 @@ class Estimates(Mapping[str, Tensor]):
             place = i - (ends[at] - self[name].numel())
             index = torch.unravel_index(place, self[name].shape)
             where = zip(self.axes[name].split(), index, strict=True)
-            rows.append(
-                Estimated(" ".join([name, *[f"{a}={int(j)}" for a, j in where]]), float(flat[i]))
-            )
+            rows.append(Estimated(" ".join([name, *[f"{a}={int(j)}" for a, j in where]]), float(flat[i])))
         return Table(rows, title=f"metric {self.base:.4g}, in the other run {self.other:.4g}")
 
     def __str__(self) -> str:

@@ -33,11 +33,7 @@ SENDERS = {
 }
 RECEIVERS = ("attention_collapsed", "mlp_collapsed", "readout")
 MIXING = [
-    *(
-        f"layers.*.{site}_{leaf}"
-        for site in ("attention", "mlp")
-        for leaf in ("pre", "post", "comb")
-    ),
+    *(f"layers.*.{site}_{leaf}" for site in ("attention", "mlp") for leaf in ("pre", "post", "comb")),
     "readout_weights",
 ]
 
@@ -127,9 +123,11 @@ class Patching:
             file: results are written there after every run, and taken up again from there: a sweep
                 that was stopped goes on. ValueError when it holds another sweep.
             progress: show a bar.
-        Runs enter at the layer of the patch with the streams of the unpatched run. Contexts that
-        are open around the call (freeze, ablate, ...) act in all runs: a frozen cache of one row
-        keeps routing and selection from flipping.
+        Runs enter at the layer of the patch with the streams of the unpatched run, or, where that
+        is fewer layers * tokens, run all layers from the batch's first patched position on, behind
+        a KV cache of the unpatched run (not for values with keys or entries, nor while a hook, a
+        capture or skip_layers is open). Contexts that are open around the call (freeze, ablate,
+        ...) act in all runs: a frozen cache of one row keeps routing and selection from flipping.
         """
         if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
             raise ValueError(f"patch_sweep: batch={batch!r}, expected an int >= 1")
@@ -208,11 +206,7 @@ class Patching:
         labels = [
             label
             for name in written
-            for label in (
-                [(name, head) for head in range(self.num_heads)]
-                if name.endswith("attention_head_results")
-                else [name]
-            )
+            for label in ([(name, head) for head in range(self.num_heads)] if name.endswith("attention_head_results") else [name])
         ]
         shape = (len(labels), len(read))
         metrics = torch.full(shape, bench.base)
@@ -224,11 +218,7 @@ class Patching:
                 for begin in range(0, len(reached), batch):
                     part = reached[begin : begin + batch]
                     moved = torch.cat(
-                        [
-                            weights[:, :, depth, _component(labels[i]), None]
-                            * _difference(own, other, labels[i])
-                            for i in part
-                        ]
+                        [weights[:, :, depth, _component(labels[i]), None] * _difference(own, other, labels[i]) for i in part]
                     )
                     hooks = [(name, lambda value, hook, moved=moved: value + moved)]
                     found = bench.measure(depth // 2, hooks, len(part))
@@ -242,9 +232,7 @@ class Patching:
         chosen = [n for n in self.match_names(names) if self.hook_dict[n].layer not in self.skipped]
         for name in chosen:
             if name.rsplit(".", 1)[-1] not in allowed:
-                raise ValueError(
-                    f"path_patch: {name} is no {what}; expected names of {', '.join(allowed)}"
-                )
+                raise ValueError(f"path_patch: {name} is no {what}; expected names of {', '.join(allowed)}")
         return chosen
 
 

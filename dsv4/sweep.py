@@ -19,18 +19,21 @@ from torch import Tensor
 
 from dsv4 import values
 from dsv4.activation_cache import ActivationCache
-from dsv4.bench import Bench
+from dsv4.bench import Bench, Part
 from dsv4.capture import as_pos
 from dsv4.hooks import HookPoint
 from dsv4.kernels.numeric import wide
 from dsv4.part import PART_AXES, Positions, check_tokens, indices_of, over_parts, over_tokens
 from dsv4.part import part_size as size_of
+from dsv4.replay import PLACED, SELECTION
 from dsv4.stage import BEFORE_BLOCKS
 from dsv4.values import VALUES
 
 EACH = "each"
 AXES = ("name", "layers", "pos", *PART_AXES)
 SLOT_OUTPUTS = "expert_outputs"
+# Axes whose places depend on which tokens are run: keys and entries.
+KEYED = {*PLACED, SELECTION} - {"s"}
 RESULTS = ("metric", "routing_flips", "selection_flips")
 
 
@@ -56,16 +59,12 @@ class Grid:
     def of(cls, model, over: Mapping[str, Any], valid: Tensor) -> "Grid":
         unknown = [key for key in over if key not in AXES]
         if unknown or "name" not in over:
-            raise ValueError(
-                f"patch_sweep: over={list(over)}, expected a name and some of {', '.join(AXES[1:])}"
-            )
+            raise ValueError(f"patch_sweep: over={list(over)}, expected a name and some of {', '.join(AXES[1:])}")
         several = not isinstance(over["name"], str)
         leaves = list(over["name"]) if several else [over["name"]]
         for leaf in leaves:
             if leaf not in VALUES:
-                raise KeyError(
-                    f"patch_sweep: {leaf!r} is the last part of no name; layers go under layers="
-                )
+                raise KeyError(f"patch_sweep: {leaf!r} is the last part of no name; layers go under layers=")
         axes: dict[str, Sequence[Any]] = {"name": leaves} if several else {}
         layers = _layers(model, leaves, over.get("layers"))
         if layers != [None]:
@@ -117,10 +116,7 @@ def _layers(model, leaves: Sequence[str], chosen) -> list[int | None]:
     of_model = {leaf for leaf in leaves if not VALUES[leaf].module}
     if of_model:
         if len(of_model) < len(leaves) or chosen is not None:
-            raise ValueError(
-                f"patch_sweep: {sorted(of_model)} are values of the model, without layers: sweep "
-                "them alone"
-            )
+            raise ValueError(f"patch_sweep: {sorted(of_model)} are values of the model, without layers: sweep them alone")
         return [None]
     if chosen is None or (isinstance(chosen, str) and chosen == EACH):
         every = [i for i in range(model.num_layers) if i not in model.skipped]
@@ -170,9 +166,7 @@ class Sweep:
         if bench.keep is not None:
             run["logits_to_keep"] = bench.keep
         self.other = model.run_with_cache(bench.pair.other, names, **run)[1]
-        self.own = (
-            model.run_with_cache(bench.pair.base, names, **run)[1] if self.by_expert else None
-        )
+        self.own = model.run_with_cache(bench.pair.base, names, **run)[1] if self.by_expert else None
 
     def start(self, layer: int | None, leaf: str) -> int | None:
         if layer is None:
@@ -180,20 +174,26 @@ class Sweep:
         return layer
 
     def measure(self, layer: int | None, leaf: str, patches: Sequence[tuple]):
-        name = self.grid.name(leaf, layer)
+        name, start = self.grid.name(leaf, layer), self.start(layer, leaf)
+        axes, part = set(self.model.hook_dict[name].axes.split()), None
+        if self.grid.pos != [None] and not axes & KEYED:
+            part = self.bench.behind(start, [pos for pos, _ in patches])
         if self.by_expert:
-            hook = (name.replace(SLOT_OUTPUTS, "routed_output"), self._on_sum(name, patches))
+            hook = (name.replace(SLOT_OUTPUTS, "routed_output"), self._on_sum(name, patches, part))
         else:
-            hook = (name, self._on_value(name, patches))
-        return self.bench.measure(self.start(layer, leaf), [hook], len(patches))
+            hook = (name, self._on_value(name, patches, part))
+        return self.bench.measure(start, [hook], len(patches), part)
 
-    def _on_value(self, name: str, patches: Sequence[tuple]):
+    def _on_value(self, name: str, patches: Sequence[tuple], tokens: Part | None):
         other: ActivationCache = self.other
         part = self.grid.part
 
         def put(value: Tensor, hook: HookPoint) -> Tensor:
             words = hook.axes.split()
-            source = other[name].repeat(len(patches), *[1] * (value.dim() - 1))
+            source = other[name]
+            if tokens is not None:
+                source = tokens.of(source, words.index("s"))
+            source = source.repeat(len(patches), *[1] * (value.dim() - 1))
             where = torch.ones_like(value, dtype=torch.bool)
             if self.grid.pos != [None]:
                 where = where & over_tokens(self._tokens(patches, hook), hook)
@@ -208,16 +208,15 @@ class Sweep:
 
         return put
 
-    def _on_sum(self, name: str, patches: Sequence[tuple]):
+    def _on_sum(self, name: str, patches: Sequence[tuple], tokens: Part | None):
         """One expert's part of the routed output, whatever slot it has in either run."""
 
+        def moved_by(expert: int) -> Tensor:
+            moved = self._of_expert(self.other, name, expert) - self._of_expert(self.own, name, expert)
+            return moved if tokens is None else tokens.of(moved)
+
         def put(value: Tensor, hook: HookPoint) -> Tensor:
-            moved = [self._of_expert(self.other, name, n) for _, n in patches]
-            moved = [
-                m - self._of_expert(self.own, name, n)
-                for m, (_, n) in zip(moved, patches, strict=True)
-            ]
-            moved = torch.cat(moved)
+            moved = torch.cat([moved_by(n) for _, n in patches])
             if self.grid.pos != [None]:
                 moved = moved * self._tokens(patches, hook).unsqueeze(-1)
             return value + moved
@@ -245,9 +244,7 @@ class Saved:
 
     def __init__(self, path: str | Path | None, shape: Sequence[int], about: Mapping[str, Any]):
         self.path = None if path is None else Path(path)
-        self.key = hashlib.sha256(
-            json.dumps(about, sort_keys=True, default=str).encode()
-        ).hexdigest()
+        self.key = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()
         self.metric = torch.full(shape, torch.nan)
         self.routing_flips, self.selection_flips = torch.zeros(2, *shape, dtype=torch.int64)
         self.done = torch.zeros(shape, dtype=torch.bool)
@@ -258,10 +255,7 @@ class Saved:
         with safe_open(self.path, framework="pt") as file:
             held = (file.metadata() or {}).get("sweep")
             if held != self.key:
-                raise ValueError(
-                    f"{self.path} holds another sweep (other inputs, axes, metric or model); give "
-                    "this one a file of its own"
-                )
+                raise ValueError(f"{self.path} holds another sweep (other inputs, axes, metric or model); give this one a file of its own")
             for name in (*RESULTS, "done"):
                 setattr(self, name, file.get_tensor(name))
 

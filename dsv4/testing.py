@@ -36,6 +36,8 @@ LIMITS: Mapping[str, Limit] = {
     # a run in which everything is watched against the plain run
     "watched": Limit(relative=1e-5),
     "watched gradient": Limit(relative=1e-4),
+    # a patched run behind a prefix of the unpatched one, against all tokens
+    "reused prefix": Limit(relative=1e-5),
     # root mean square of normed queries: eps over their mean square
     "queries": Limit(absolute=1e-4),
     # the same prefix computed in longer bands, at thousands of tokens
@@ -48,6 +50,10 @@ LIMITS: Mapping[str, Limit] = {
     "float32 op gradient": Limit(relative=1e-5),
     # one op in bfloat16 against its float64 definition over the same arguments: one rounding
     "bfloat16 rounding": Limit(relative=2**-8),
+    # a sum in which every term was rounded, rounded itself
+    "bfloat16 sum": Limit(relative=2**-7),
+    # logits of a bfloat16 model computed two ways, each of which rounds in every block
+    "bfloat16 way": Limit(relative=2**-6),
     # the same in device code, whose attention weights are rounded too (and whose interpreter cuts
     # the result off instead of rounding it)
     "bfloat16 device code": Limit(relative=2**-7),

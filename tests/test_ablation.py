@@ -7,13 +7,12 @@ import torch
 
 from dsv4 import ActivationCache
 from dsv4.config import HASH_MOE
+from dsv4.testing import assert_close
 from dsv4.testing_probes import padded_batch, watched_model
 
 MODEL = watched_model(seed=3)
 IDS, MASK = padded_batch(MODEL.vocab_size, seq=23, padding=7)
-OTHER = torch.randint(
-    0, MODEL.vocab_size, (2, 23), generator=torch.Generator().manual_seed(8), device="cpu"
-)
+OTHER = torch.randint(0, MODEL.vocab_size, (2, 23), generator=torch.Generator().manual_seed(8), device="cpu")
 REAL = MASK.bool()
 HASH = [i for i, kind in enumerate(MODEL.config.mlp_layer_types) if kind == HASH_MOE]
 SCORED = [i for i in range(MODEL.num_layers) if i not in HASH]
@@ -404,3 +403,28 @@ def test_wrong_steering():
             pass
     assert MODEL.list_hooks() == []
     assert ActivationCache is type(run()[1])
+
+
+def test_bfloat16():
+    """Means are rounded once; an expert's slots and no others are gone from the routed output."""
+    model = watched_model(torch.bfloat16, seed=3)
+    values = ["layers.2.mlp.mlp_output", "layers.4.self_attn.attention_head_outputs"]
+    source = run(OTHER, names=values, model=model)[1]
+    with model.ablate(values, "mean", source=source):
+        logits, cache = run(names=values, model=model)
+    for name in values:
+        mean = source[name][REAL].double().mean(0)
+        assert cache[name].dtype == torch.bfloat16
+        assert_close(cache[name][REAL], mean.expand_as(cache[name][REAL]), "bfloat16 rounding")
+    hooks = [(name, lambda v, hook: cache[hook.name]) for name in values]
+    assert_close(model.run_with_hooks(IDS, hooks, attention_mask=MASK), logits, "equal")
+    for layer in (HASH[1], SCORED[1]):
+        leaves = ("expert_outputs", "expert_indices", "routed_output")
+        names = [f"layers.{layer}.mlp.{leaf}" for leaf in leaves]
+        outputs, indices, _ = (run(names=names, model=model)[1][name] for name in names)
+        left = (outputs.double() * (indices != 1).unsqueeze(-1)).sum(2)
+        assert bool((indices == 1).any())
+        with model.ablate_experts({layer: 1}):
+            routed = run(names=names[2:], model=model)[1][names[2]]
+        # Each slot's output was rounded, and their sum.
+        assert_close(routed[REAL], left[REAL], "bfloat16 sum")

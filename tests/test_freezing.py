@@ -6,13 +6,12 @@ import torch
 from dsv4 import ActivationCache
 from dsv4.config import CSA, HASH_MOE, HCA, MOE, SLIDING
 from dsv4.freezing import GROUPS
+from dsv4.testing import assert_close
 from dsv4.testing_probes import leaf, padded_batch, watched_model, writable
 
 MODEL = watched_model(seed=4)
 IDS, MASK = padded_batch(MODEL.vocab_size, seq=26, padding=9)
-CLEAN = torch.randint(
-    0, MODEL.vocab_size, (2, 26), generator=torch.Generator().manual_seed(1), device="cpu"
-)
+CLEAN = torch.randint(0, MODEL.vocab_size, (2, 26), generator=torch.Generator().manual_seed(1), device="cpu")
 DECIDING = [name for names in GROUPS.values() for name in names]
 
 
@@ -159,3 +158,24 @@ def test_wrong_freezing():
     with pytest.raises(ValueError, match="align=True"), MODEL.freeze(steps, "**"):
         pass
     assert MODEL.list_hooks() == []
+
+
+def test_bfloat16():
+    """What is replayed is the same to the bit, in one forward, under padding and in chunks; what
+    follows from it is rounded in every block.
+    """
+    model = watched_model(torch.bfloat16, seed=4)
+    names = [*every(DECIDING), *every(["attention_output", "mlp_output"])]
+    clean = model.run_with_cache(CLEAN, names)[1]
+    with model.freeze(clean, names):
+        logits, cache = model.run_with_cache(IDS, names)
+        padded, shifted = model.run_with_cache(IDS, names, attention_mask=MASK)
+        kv = model.new_kv_cache(2, 40)
+        parts = [model(part, kv_cache=kv) for part in IDS.split([11, 1, 14], dim=1)]
+    for name in names:
+        assert cache[name].dtype == clean[name].dtype
+        assert_close(cache[name], clean[name], "equal", name)
+    for name in every(["attention_output", "mlp_output"]):
+        assert_close(shifted[name][1, 9:], clean[name][1, :17], "equal", name)
+    assert_close(torch.cat(parts, 1), logits, "bfloat16 way")
+    assert_close(padded[0], logits[0], "bfloat16 way")

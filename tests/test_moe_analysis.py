@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsv4 import ActivationCache, Dsv4
-from dsv4.testing import random_config, random_ids
+from dsv4.testing import assert_close, random_config, random_ids
 from dsv4.testing_probes import changed, padded_batch, watched_model
 
 MODEL = watched_model(seed=3)
@@ -167,3 +167,22 @@ def test_missing_values_and_wrong_layers():
         cache.moe.router_margin(layers=1)
     with pytest.raises(ValueError, match="went through layers"):
         cache.moe.usage(layers=[7])
+
+
+def test_bfloat16():
+    """What decides is float32 in a bfloat16 model: readings keep the error of one float32 op."""
+    model = watched_model(torch.bfloat16, seed=3)
+    _, cache = model.run_with_cache(IDS, ROUTING, attention_mask=MASK)
+    moe = cache.moe
+    for i in range(model.num_layers):
+        indices, weights = cache["expert_indices", i][REAL], cache["expert_weights", i][REAL].double()
+        slots = torch.nn.functional.one_hot(indices, model.num_experts)
+        assert_close(moe.usage()[i], slots.sum((0, 1)), "equal")
+        assert_close(moe.coactivation()[i], torch.einsum("tke,tjf->ef", slots, slots), "equal")
+        assert_close(moe.load()[i], (slots * weights.unsqueeze(-1)).sum((0, 1)), "float32 op")
+        shares = weights / weights.sum(-1, keepdim=True)
+        assert_close(moe.entropy()[i][REAL], torch.special.entr(shares).sum(-1), "float32 op")
+        assert moe.load()[i].dtype == moe.entropy()[i].dtype == torch.float32
+    for i, margin in moe.router_margin().items():
+        best = cache["router_selection_scores", i][REAL].double().sort(-1, descending=True).values
+        assert_close(margin[REAL], best[:, model.top_k - 1] - best[:, model.top_k], "float32 op")

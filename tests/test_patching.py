@@ -1,18 +1,21 @@
 """Patching: each verb against runs with the same edit made by hand."""
 
+import random
 import re
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from dsv4 import Dsv4
+from dsv4.block import Block
+from dsv4.config import CSA, HASH_MOE, HCA, MOE, SLIDING
+from dsv4.testing import assert_close, names_of, random_config, random_ids
 from dsv4.testing_probes import every_kind, leaf, padded_batch, watched_model
 
 MODEL = watched_model(seed=9)
 CLEAN, MASK = padded_batch(MODEL.vocab_size, seq=17, padding=4)
-CORRUPT = torch.randint(
-    0, MODEL.vocab_size, (2, 17), generator=torch.Generator().manual_seed(3), device="cpu"
-)
+CORRUPT = torch.randint(0, MODEL.vocab_size, (2, 17), generator=torch.Generator().manual_seed(3), device="cpu")
 ROWS = ((0, 0), (1, 4))
 CHOICES = ["**.expert_indices", "**.indexer_selection"]
 
@@ -97,9 +100,7 @@ def test_parts(value, part, axis):
     found = sweep({"name": value, "layers": layers, "pos": [6], part: numbers}, batch=3)
     assert list(found.axes) == ["layers", "pos", part]
     for i, layer in enumerate(layers):
-        (name,) = [
-            n for n in MODEL.hook_dict if n.startswith(f"layers.{layer}.") and leaf(n) == value
-        ]
+        (name,) = [n for n in MODEL.hook_dict if n.startswith(f"layers.{layer}.") and leaf(n) == value]
         for number in numbers:
 
             def where(mask, number=number):
@@ -107,9 +108,7 @@ def test_parts(value, part, axis):
                     mask = mask.unflatten(-1, (MODEL.num_heads, -1))
                 mark(mask, 6, 0, number)
 
-            assert float(found.metric[i, 0, number]) == pytest.approx(
-                by_hand(name, where), abs=2e-5
-            )
+            assert float(found.metric[i, 0, number]) == pytest.approx(by_hand(name, where), abs=2e-5)
 
 
 def test_every_head_of_every_layer():
@@ -135,9 +134,7 @@ def test_experts_in_whatever_slot(layer):
     names = [f"layers.{layer}.mlp.{x}" for x in ("expert_outputs", "expert_indices")]
     caches = [run(ids, names)[1] for ids in (CORRUPT, CLEAN)]
     for expert in range(MODEL.num_experts):
-        parts = [
-            (c[names[0]] * (c[names[1]] == expert).unsqueeze(-1)).sum(2)[:, -1] for c in caches
-        ]
+        parts = [(c[names[0]] * (c[names[1]] == expert).unsqueeze(-1)).sum(2)[:, -1] for c in caches]
 
         def put(value, hook, parts=parts):
             value[:, -1] += parts[0] - parts[1]
@@ -196,9 +193,7 @@ def test_frozen_sweeps_flip_nothing():
     ids = CLEAN[:1]
     clean = MODEL.run_with_cache(ids, CHOICES)[1]
     with torch.no_grad(), MODEL.freeze(clean):
-        found = MODEL.patch_sweep(
-            ids, CORRUPT[:1], metric, {"name": "layer_output", "pos": "each"}, progress=False
-        )
+        found = MODEL.patch_sweep(ids, CORRUPT[:1], metric, {"name": "layer_output", "pos": "each"}, progress=False)
     assert found.metric.shape == (6, 17)
     assert int(found.routing_flips.sum()) == int(found.selection_flips.sum()) == 0
     assert bool((found.effect != 0).any())
@@ -220,9 +215,7 @@ def test_a_stopped_sweep_goes_on(tmp_path):
         return metric(logits)
 
     with pytest.raises(StoppedError):
-        MODEL.patch_sweep(
-            CLEAN, CORRUPT, stopping, over, attention_mask=MASK, batch=2, file=path, progress=False
-        )
+        MODEL.patch_sweep(CLEAN, CORRUPT, stopping, over, attention_mask=MASK, batch=2, file=path, progress=False)
     calls.clear()
     found = MODEL.patch_sweep(
         CLEAN,
@@ -262,9 +255,7 @@ def test_kept_logits_and_text_lengths():
     )
     with torch.no_grad():
         assert float(found.metric) == pytest.approx(found.other, abs=2e-5)
-    estimates = MODEL.attribution_patch(
-        CLEAN, CORRUPT, last, "logits", attention_mask=MASK, logits_to_keep=1
-    )
+    estimates = MODEL.attribution_patch(CLEAN, CORRUPT, last, "logits", attention_mask=MASK, logits_to_keep=1)
     assert estimates["logits"].shape == (2, 1)
 
 
@@ -433,3 +424,193 @@ def test_wrong_paths():
             MODEL.path_patch(CLEAN, CORRUPT, senders, receivers, metric)
     with pytest.raises(KeyError, match="nearest"):
         MODEL.path_patch(CLEAN, CORRUPT, "token_embedding", good, metric)
+
+
+# What a sweep reuses of the unpatched run.
+
+
+@contextmanager
+def tokens_counted(monkeypatch):
+    """How many tokens blocks are given inside, summed over blocks: {"run": count}."""
+    counts, forward = {"run": 0}, Block.forward
+
+    def counting(block, streams, *args):
+        counts["run"] += streams.shape[0] * streams.shape[1]
+        return forward(block, streams, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Block, "forward", counting)
+        yield counts
+
+
+def models_and_rows():
+    """Random models with every kind of block; rows padded left, right, not at all, and alone."""
+    for seed in range(6):
+        draw = random.Random(700 + seed)
+        kinds = [*draw.sample((SLIDING, CSA, HCA), 3), draw.choice((CSA, HCA))]
+        rates = {CSA: draw.choice((2, 4)), HCA: draw.choice((3, 6))}
+        config = random_config(
+            draw,
+            num_hidden_layers=4,
+            layer_types=kinds,
+            mlp_layer_types=draw.sample((HASH_MOE, MOE, MOE, HASH_MOE), 4),
+            compress_rates=rates,
+            index_topk=draw.choice((1, 2)),
+        )
+        model = Dsv4.from_config(config, seed=seed)
+        rows = 1 if seed == 0 else 3
+        mask = torch.ones(rows, 21, dtype=torch.int64)
+        if rows == 3:
+            mask[1, : draw.randint(1, 9)] = 0
+            mask[2, 21 - draw.randint(1, 9) :] = 0
+        yield model, random_ids(config, rows, 21, seed), random_ids(config, rows, 21, 99), mask
+
+
+OVERS = [
+    {"name": "layer_output", "pos": [-1, -2]},
+    {"name": "layer_input", "pos": [11, 19, -3]},
+    {"name": ["attention_output", "mlp_output"], "pos": "each"},
+    {"name": "attention_queries", "layers": [0, 1], "pos": [14], "heads": [0]},
+    {"name": "expert_outputs", "layers": [1, 0], "pos": [-1, 9], "experts": [0]},
+    {"name": "expert_outputs", "pos": [9, 20], "slots": [0]},
+    {"name": "token_embeddings", "pos": [8, -1]},
+]
+
+
+class Weighed:
+    """A metric of all real logits that writes into them, and keeps what it was given."""
+
+    def __init__(self, weights):
+        self.weights, self.seen = weights, []
+
+    def __call__(self, logits):
+        self.seen.append(logits.clone())
+        return logits.mul_(self.weights).sum()
+
+
+@pytest.mark.parametrize("keep", [None, 4])
+@pytest.mark.parametrize("over", OVERS, ids=lambda over: str(over["name"]))
+def test_reused_prefixes_change_nothing(over, keep, monkeypatch):
+    """Against the same sweep with a hook attached that does nothing, which reuses none."""
+    saved, flips = 0, torch.zeros(2, dtype=torch.int64)
+    for model, clean, corrupt, mask in models_and_rows():
+        real = mask.bool() if keep is None else torch.ones(len(clean), keep, dtype=torch.bool)
+        generator = torch.Generator().manual_seed(5)
+        weights = torch.randn(*real.shape, model.vocab_size, generator=generator)
+        weights = weights * real.unsqueeze(-1)
+        ways = []
+        for nothing in ([], [("readout", lambda value, hook: None)]):
+            weighed = Weighed(weights)
+            run = {"attention_mask": mask, "logits_to_keep": keep, "batch": 3, "progress": False}
+            with tokens_counted(monkeypatch) as counts, model.hooks(nothing):
+                effects = model.patch_sweep(clean, corrupt, weighed, over, **run)
+            ways.append((effects, weighed.seen, counts["run"]))
+        (found, ours, count), (expected, theirs, count_of_all) = ways
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.shape == other.shape
+            assert_close(one[real], other[real], "reused prefix")
+        assert_close(found.metric, expected.metric, "reused prefix")
+        assert (found.base, found.other) == (expected.base, expected.other)
+        assert torch.equal(found.routing_flips, expected.routing_flips)
+        assert torch.equal(found.selection_flips, expected.selection_flips)
+        assert count <= count_of_all
+        saved += count_of_all - count
+        flips += torch.stack((found.routing_flips.sum(), found.selection_flips.sum()))
+    assert saved > 0
+    assert bool((flips > 0).all())
+
+
+@pytest.mark.parametrize("value", ["layer_output", "attention_queries_unrotated", "mlp_output"])
+def test_reused_prefixes_against_runs_by_hand(value, monkeypatch):
+    for model, clean, corrupt, mask in models_and_rows():
+        places = [-1, 13, 2]
+
+        def weighed(logits, mask=mask):
+            return (logits * mask.unsqueeze(-1)).square().mean()
+
+        found = model.patch_sweep(
+            clean,
+            corrupt,
+            weighed,
+            {"name": value, "pos": places},
+            attention_mask=mask,
+            batch=1,
+            progress=False,
+        )
+        for i in range(4):
+            (name,) = [n for n in names_of(model, [value]) if n.startswith(f"layers.{i}.")]
+            source = model.run_with_cache(corrupt, [name], attention_mask=mask)[1][name]
+            for j, pos in enumerate(places):
+
+                def put(v, hook, source=source, pos=pos, mask=mask):
+                    for row, real in enumerate(mask.bool()):
+                        columns = real.nonzero().flatten().tolist()
+                        if pos < len(columns):
+                            heads = [slice(None)] * hook.axes.split()[1:].index("s")
+                            at = (row, *heads, columns[pos])
+                            v[at] = source[at]
+
+                with torch.no_grad():
+                    logits = model.run_with_hooks(clean, [(name, put)], attention_mask=mask)
+                assert float(found.metric[i, j]) == pytest.approx(float(weighed(logits)), rel=1e-5)
+
+
+def test_how_many_tokens_a_sweep_runs(monkeypatch):
+    """Late positions: each prefix token once. Early ones and late layers: from the layer on."""
+    ids, other = CLEAN[:1], CORRUPT[:1]
+
+    def run_sweep(over, metric=lambda x: x.mean(), **keywords):
+        with tokens_counted(monkeypatch) as counts:
+            MODEL.patch_sweep(ids, other, metric, over, progress=False, **keywords)
+        # Without the three runs of all tokens: both metrics, and the values of the other input.
+        return counts["run"] - 3 * 6 * 17
+
+    # Four layers of one patch: 15 tokens of prefix once, then two tokens in each of six layers.
+    assert run_sweep({"name": "layer_input", "layers": [0, 1, 2, 3], "pos": [-2]}) == 6 * (15 + 8)
+    # Two patches in a run: from the first of them on.
+    assert run_sweep({"name": "layer_input", "layers": [0], "pos": [12, 16]}) == 6 * (12 + 2 * 5)
+    # The first token: nothing to reuse but the layers before. The last layer: 17 < 6 * 8.
+    assert run_sweep({"name": "layer_input", "layers": [2], "pos": [0]}) == (2 + 4) * 17
+    assert run_sweep({"name": "layer_input", "layers": [5], "pos": [9]}) == (5 + 1) * 17
+    assert run_sweep({"name": "layer_input", "layers": [5], "pos": [15]}) == 6 * (15 + 2)
+    # Keys and entries move with the tokens that are run, and hooks may count columns.
+    scores = {"name": "attention_scores", "layers": [0], "pos": [-1]}
+    assert run_sweep(scores) == 6 * 17
+    with MODEL.ablate("layers.1.mlp.mlp_output", pos=-1):
+        assert run_sweep({"name": "layer_input", "layers": [0], "pos": [-2]}) == 6 * 17
+    with MODEL.skip_layers(3):
+        found = run_sweep({"name": "layer_input", "layers": [0], "pos": [-2]})
+        assert found == 5 * 17 - 3 * 17
+
+
+def test_bfloat16():
+    """Logits of patched runs by hand, with prefixes reused and without: each way rounds in every
+    block. Estimates of the logits themselves are exact.
+    """
+    model = watched_model(torch.bfloat16, seed=9)
+    seen = []
+
+    def keeping(logits):
+        seen.append(logits[:, 4:].clone())
+        return logits[:, 4:].mean()
+
+    for layer in (1, 4):
+        name = f"layers.{layer}.layer_output"
+        source = run(CORRUPT, [name], model)[1][name]
+        for pos in (3, -1):
+
+            def put(value, hook, source=source, pos=pos):
+                mask = torch.zeros_like(value, dtype=torch.bool)
+                mark(mask, pos)
+                return torch.where(mask, source, value)
+
+            with torch.no_grad():
+                expected = model.run_with_hooks(CLEAN, [(name, put)], attention_mask=MASK)[:, 4:]
+            over = {"name": "layer_output", "layers": [layer], "pos": [pos]}
+            for nothing in ([], [("readout", lambda value, hook: None)]):
+                seen.clear()
+                with model.hooks(nothing):
+                    model.patch_sweep(CLEAN, CORRUPT, keeping, over, attention_mask=MASK, progress=False)
+                assert_close(seen[-1], expected, "bfloat16 way", f"{name} {pos}")
+    found = model.attribution_patch(CLEAN, CORRUPT, metric, "logits", attention_mask=MASK)
+    assert found.total()["logits"] == pytest.approx(found.other - found.base, abs=1e-5)
