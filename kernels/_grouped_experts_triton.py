@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
 
 from dsv4.kernels._device_triton import INTERPRETER, architecture
 from dsv4.kernels._route_triton import groups
@@ -281,8 +282,9 @@ def run(x: Tensor, indices: Tensor, weights: Tensor, valid: Tensor | None, bank:
     rows = tile_rows(arch, form, slot_count / bank.num_experts)
     first, second = LAUNCH[arch, form, rows]
     order, *tiles = groups(indices, valid, bank.num_experts, rows)
-    # The interpreter multiplies no bfloat16 but in dot_scaled.
-    widen = x.dtype == torch.float32 or (arch == INTERPRETER and form != "fp4")
+    # The interpreter multiplies no bfloat16 but in dot_scaled, which Triton 3.7's does not have.
+    scaled = form == "fp4" and hasattr(InterpreterBuilder, "create_dot_scaled")
+    widen = x.dtype == torch.float32 or (arch == INTERPRETER and not scaled)
     shared = dict(FORM=form, ROWS=rows, WIDEN=widen)
     neurons = torch.empty(slot_count, inner, dtype=x.dtype, device=x.device)
     slots = torch.empty(slot_count, width, dtype=x.dtype, device=x.device)
