@@ -206,9 +206,7 @@ def main() -> None:
         print(f"logits of both after {CHECKED} tokens agree to {results['error']:.1e}")
         if not results["error"] <= AGREEMENT:
             raise SystemExit("they do not agree: nothing is timed")
-        print(
-            "context | ms a token: dsv4, transformers, ratio | cache MB | growth while filling, MB"
-        )
+        print("context | ms a token: dsv4, transformers, ratio | cache MB | growth while filling, MB")
         for context in map(int, args.contexts.split(",")):
             found = timed(model, context, args.rounds, args.steps)
             for name, side in found.items():

@@ -1,6 +1,6 @@
 """Two blocks with V4-Flash's true shapes: write random codes (about 9 GB), inspect, load with experts kept packed, run 16 tokens.
 
-    python benchmarks/flash_blocks.py [--folder DIR] [--keep]
+    python benchmarks/flash_blocks.py [--folder DIR] [--keep] [--threads 2]
 
 Each stage runs in a process of its own, so that its peak memory is its own. `anon` is memory that belongs to the process alone
 (RssAnon, sampled every 20 ms); `rss` counts the mapped pages of the checkpoint too. The last line is JSON.
@@ -120,10 +120,10 @@ def look(folder: str) -> dict:
     return {"inspect_s": time.perf_counter() - start}
 
 
-def run(folder: str) -> dict:
+def run(folder: str, threads: int) -> dict:
     from dsv4.model import Dsv4
 
-    torch.set_num_threads(2)
+    torch.set_num_threads(threads)
     with Peak() as loading:
         start = time.perf_counter()
         model = Dsv4.from_pretrained(folder, progress=False)
@@ -153,15 +153,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", help="where the checkpoint goes (default: a temporary folder)")
     parser.add_argument("--keep", action="store_true", help="leave the checkpoint there, and reuse it when it is there")
+    parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     folder = Path(args.folder or tempfile.mkdtemp(prefix="flash_blocks_"))
-    result = {"device": platform.processor() or platform.machine(), "threads": 2, "torch": torch.__version__, "tokens": TOKENS}
+    result = {"device": platform.processor() or platform.machine(), "threads": args.threads, "torch": torch.__version__, "tokens": TOKENS}
     context = multiprocessing.get_context("spawn")
     stages = [look, run] if args.keep and (folder / "config.json").exists() else [write, look, run]
     try:
         for stage in stages:
             with context.Pool(1) as pool:
-                result |= pool.apply(stage, (str(folder),))
+                result |= pool.apply(stage, (str(folder), args.threads) if stage is run else (str(folder),))
     finally:
         if not args.keep:
             shutil.rmtree(folder)

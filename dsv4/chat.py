@@ -45,16 +45,14 @@ def to_chat_tokens(
         raise NotImplementedError("tools: the encoding of tools and their calls has not landed")
     if effort is not None:
         raise NotImplementedError(
-            f"effort={effort!r}: its text differs between releases and has not landed; "
-            "put it at the head of the system turn"
+            f"effort={effort!r}: its text differs between releases and has not landed; put it at the head of the system turn"
         )
     text = to_chat_text(messages, thinking)
     if tokenizer.backend is not None:
         missing = [markup for markup in MARKUP if tokenizer.backend.token_to_id(markup) is None]
         if missing:
             raise ValueError(
-                f"this tokenizer has no token {missing[0]!r}: it is not DeepSeek-V4's; "
-                "write the conversation out and use to_tokens"
+                f"this tokenizer has no token {missing[0]!r}: it is not DeepSeek-V4's; write the conversation out and use to_tokens"
             )
     return tokenizer.to_tokens(text)
 

@@ -21,7 +21,7 @@ from dsv4.attention import SlidingAttention
 from dsv4.call import OVERLAPPING, Call, Windows, kept_projections
 from dsv4.config import Dsv4Config
 from dsv4.inputs import Inputs
-from dsv4.tape import Tape
+from dsv4.tape import Tape, writing
 
 # `expand` shares entries of a prefix up to this many tokens, and copies those of a longer one.
 SHARED_ENTRIES = 8192
@@ -64,9 +64,7 @@ class TokenSlot:
         tape, rows = self.cache.state.tapes[self.number], call.host
         pairs = zip(floor, tape.lowest, strict=True)
         oldest = [max(least - self.keep, held, 0) for least, held in pairs]
-        return tape.append(
-            self.pending, rows.start, rows.past, rows.length, oldest, self.cache.max_length
-        )
+        return tape.append(self.pending, rows.start, rows.past, rows.length, oldest, self.cache.max_length)
 
     def expand(self, tape: Tape, rows: int, length: int) -> Tape:
         return tape.share(rows, max(length - self.keep, 0), length)
@@ -84,14 +82,13 @@ class EntrySlot:
         """[b e_new width] -> [b e width]: each row's entries in order, zeros where it has fewer."""
         before, after = windows.host_before, windows.host_after
         old = self.cache.state.tapes[self.number]
-        self.pending = old.append(
-            new.detach(), [0] * len(before), before, after, old.lowest, self.most
-        )
-        if not torch.is_grad_enabled():
-            every = self.pending.front(windows.total)
-        else:
-            # A graph may hold on to what it is given, and this call's own entries carry theirs.
-            every = _joined(old.front(max(before)), new, windows)
+        self.pending = old
+        if windows.new:
+            with writing():
+                self.pending = old.append(new.detach(), [0] * len(before), before, after, old.lowest, self.most)
+        # A graph may hold on to what it is given, and this call's own entries carry theirs.
+        joins = torch.is_grad_enabled()
+        every = _joined(old.front(max(before)), new, windows) if joins else self.pending.front(windows.total)
         if len(set(after)) > 1:
             number = torch.arange(windows.total, device=new.device)
             absent = number >= windows.after.unsqueeze(1)
@@ -210,16 +207,10 @@ class KVCache:
         if isinstance(wanted, int):
             wanted = [min(wanted, held) for held in length]
         if len(wanted) != len(length):
-            raise ValueError(
-                f"truncate: got {len(wanted)} lengths for {len(length)} rows; "
-                "give one int, or one for each row"
-            )
+            raise ValueError(f"truncate: got {len(wanted)} lengths for {len(length)} rows; give one int, or one for each row")
         for r, (new, held, floor) in enumerate(zip(wanted, length, self.state.floor, strict=True)):
             if not 0 <= new <= held:
-                raise ValueError(
-                    f"truncate: row {r} holds {held} tokens and cannot be cut to {new}; "
-                    f"expected 0 <= n <= {held}"
-                )
+                raise ValueError(f"truncate: row {r} holds {held} tokens and cannot be cut to {new}; expected 0 <= n <= {held}")
             if new < floor:
                 raise ValueError(
                     f"truncate: row {r} holds {held} tokens and cannot be cut to {new}: with "
@@ -238,15 +229,11 @@ class KVCache:
         """
         _check_count("expand: n", n, 1)
         if self.batch_size != 1:
-            raise ValueError(
-                f"expand takes a cache of one row, this one has {self.batch_size}; "
-                "use select([rows, with, repeats])"
-            )
+            raise ValueError(f"expand takes a cache of one row, this one has {self.batch_size}; use select([rows, with, repeats])")
         length = self.state.length[0]
-        tapes = [
-            slot.expand(tape, n, length)
-            for slot, tape in zip(self._slots, self.state.tapes, strict=True)
-        ]
+        pairs = zip(self._slots, self.state.tapes, strict=True)
+        with writing():
+            tapes = [slot.expand(tape, n, length) for slot, tape in pairs]
         return self._of([0] * n, tapes)
 
     def clone(self) -> "KVCache":
@@ -261,7 +248,9 @@ class KVCache:
         for r in chosen:
             if not 0 <= r < self.batch_size:
                 raise IndexError(f"select: row {r} of a cache of {self.batch_size} rows")
-        return self._of(chosen, [tape.select(chosen) for tape in self.state.tapes])
+        with writing():
+            tapes = [tape.select(chosen) for tape in self.state.tapes]
+        return self._of(chosen, tapes)
 
     def __repr__(self) -> str:
         return (
@@ -287,10 +276,7 @@ class KVCache:
             if own != models:
                 raise ValueError(f"the KV cache has {name} {own}, the model {models}; {build}")
         if inputs.size[0] != self.batch_size:
-            raise ValueError(
-                f"the KV cache holds {self.batch_size} rows, the input {inputs.size[0]}; "
-                "use expand(n) or select(rows)"
-            )
+            raise ValueError(f"the KV cache holds {self.batch_size} rows, the input {inputs.size[0]}; use expand(n) or select(rows)")
         counts = inputs.valid.sum(1).tolist()
         for r, (held, count) in enumerate(zip(self.state.length, counts, strict=True)):
             if held + count > self.max_length:
@@ -317,14 +303,13 @@ class KVCache:
         state, length = self.state, call.host.length
         rewind = self.max_length if self.rewind is None else self.rewind
         floor = tuple(max(f, n - rewind) for f, n in zip(state.floor, length, strict=True))
-        tapes = tuple(slot.advanced(call, floor) for slot in self._slots)
+        with writing():
+            tapes = tuple(slot.advanced(call, floor) for slot in self._slots)
         self.state = State(length, floor, tapes)
 
     def _refuse_in_use(self, what: str) -> None:
         if self._in_use:
-            raise RuntimeError(
-                f"{what} on a KV cache that a run in progress is using; wait until it has ended"
-            )
+            raise RuntimeError(f"{what} on a KV cache that a run in progress is using; wait until it has ended")
 
     # How it is laid out.
 
@@ -339,9 +324,7 @@ class KVCache:
             rewind=self.rewind,
         )
         length, floor = self.state.length, self.state.floor
-        other.state = State(
-            tuple(length[r] for r in rows), tuple(floor[r] for r in rows), tuple(tapes)
-        )
+        other.state = State(tuple(length[r] for r in rows), tuple(floor[r] for r in rows), tuple(tapes))
         return other
 
     def _layer(self, i: int) -> LayerSlots:

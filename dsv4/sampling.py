@@ -58,9 +58,7 @@ class Sampling:
             if not seeds or not all(map(_is_int, seeds)):
                 raise ValueError(f"seed={self.seed!r}: expected an int, or one int for each row")
             if len(seeds) != rows:
-                raise ValueError(
-                    f"seed gives {len(seeds)} numbers for {rows} rows; pass one int, or one each"
-                )
+                raise ValueError(f"seed gives {len(seeds)} numbers for {rows} rows; pass one int, or one each")
         return [torch.Generator(device="cpu").manual_seed(int(seed)) for seed in seeds]
 
 
@@ -105,17 +103,11 @@ def choose(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Genera
     # A draw is below 1, so that no token without probability is reached: the last step of the
     # ladder is the first to stand at its top.
     top = ladder[:, -1:]
-    return (
-        torch.searchsorted(ladder, torch.stack(draws) * top, right=True).squeeze(-1).to(best.device)
-    )
+    return torch.searchsorted(ladder, torch.stack(draws) * top, right=True).squeeze(-1).to(best.device)
 
 
 def _is_int(value: Any) -> bool:
-    return (
-        hasattr(value, "__index__")
-        and not isinstance(value, bool)
-        and not getattr(value, "ndim", 0)
-    )
+    return hasattr(value, "__index__") and not isinstance(value, bool) and not getattr(value, "ndim", 0)
 
 
 def _check(name: str, value, holds, expected: str) -> None:

@@ -127,9 +127,7 @@ class Whole:
                 return torch.cat(spread, dim=words.index("s"))
             # Each token's key from the step that fed it, the entries of the last step.
             own = [spread[i].narrow(axis, self.starts[i], self.widths[i]) for i in steps]
-            return torch.cat(
-                [*own, spread[-1].narrow(axis, self.columns, self._entries(kind))], dim=axis
-            )
+            return torch.cat([*own, spread[-1].narrow(axis, self.columns, self._entries(kind))], dim=axis)
         width = self._entries(kind)
         if words[axis] == SELECTION_AXIS:
             width = min(self.config.index_topk, width)
@@ -165,9 +163,7 @@ class Whole:
         out = parts[0].new_zeros(rows, total + 1, *rest)
         for part, call in zip(parts, self.calls, strict=True):
             windows = call.windows[kind]
-            number = windows.before.unsqueeze(1) + torch.arange(
-                windows.new, device=call.past.device
-            )
+            number = windows.before.unsqueeze(1) + torch.arange(windows.new, device=call.past.device)
             index = number.masked_fill(~windows.filled, total).to(part.device)
             index = index.view(*index.shape, *[1] * len(rest)).expand(part.shape)
             out = out.scatter(1, index, part)

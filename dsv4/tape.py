@@ -5,7 +5,8 @@ there is room, else in a new tape. So whoever holds the older tape reads what it
 Axes: b row, n number, width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,13 @@ from torch import Tensor
 # Spare columns of a tape that has to grow: at least so many, and this share of what it holds.
 SPARE = 32
 SPARE_SHARE = 8
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """What is stored belongs to no graph, and is no inference tensor whoever calls."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 @dataclass(frozen=True)
@@ -103,26 +111,27 @@ class Tape:
         """The tape with numbers before[r] ... after[r] - 1 of row r taken from new[r, start[r]:].
 
         A tape without room for them is replaced by one that begins at number oldest[r] and has at
-        most `most` columns, unless it needs more.
+        most `most` columns, unless it needs more. To be called inside `writing`.
         """
         if tuple(before) == tuple(after):
             return self
-        with torch.inference_mode(False), torch.no_grad():
-            tape = self
-            rows = range(len(before))
-            if any(before[r] < min(self.edge, after[r]) for r in rows):
-                # A row was cut back into what it shares.
-                count = max(before) - self.origin
-                tape = Tape(self.read([self.origin] * len(before), count), self.lowest)
-            if max(after[r] - tape.first[r] for r in rows) > tape.held.shape[1]:
-                tape = tape._with_room(before, after, oldest, most)
-            places = list(zip(start, before, after, tape.first, strict=True))
-            if len(set(places)) == 1:
-                _write(tape.held, new, *places[0])
-            else:
-                for r in rows:
-                    _write(tape.held[r : r + 1], new[r : r + 1], *places[r])
-            return tape
+        places = set(zip(start, before, after, self.first, strict=True))
+        if len(places) == 1 and self.shared is None:
+            place = places.pop()
+            if place[2] - place[3] <= self.held.shape[1]:
+                _write(self.held, new, *place)
+                return self
+        tape, rows = self, range(len(before))
+        if any(before[r] < min(self.edge, after[r]) for r in rows):
+            # A row was cut back into what it shares.
+            count = max(before) - self.origin
+            tape = Tape(self.read([self.origin] * len(before), count), self.lowest)
+        if max(after[r] - tape.first[r] for r in rows) > tape.held.shape[1]:
+            tape = tape._with_room(before, after, oldest, most)
+        for r in rows:
+            at = (start[r], before[r], after[r], tape.first[r])
+            _write(tape.held[r : r + 1], new[r : r + 1], *at)
+        return tape
 
     def _with_room(self, before: Sequence[int], after: Sequence[int], oldest: Sequence[int], most: int) -> "Tape":
         is_shared = min(oldest) < self.edge

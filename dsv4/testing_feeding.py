@@ -77,9 +77,7 @@ class Fed:
     values: Mapping[str, Tensor]
 
 
-def run_feeds(
-    model: Dsv4, rows: Sequence[Tensor], feeds: Sequence[Feed], kv: KVCache, names=()
-) -> Iterator[Fed]:
+def run_feeds(model: Dsv4, rows: Sequence[Tensor], feeds: Sequence[Feed], kv: KVCache, names=()) -> Iterator[Fed]:
     """Make the calls one after the other; `kv` says how far each row has been fed."""
     for feed in feeds:
         starts = tuple(kv.length.tolist())
@@ -203,9 +201,7 @@ def assert_fed(model: Dsv4, alone: Alone, fed: Fed, r: int) -> bool:
 
 
 def _assert_near(actual: Tensor, expected: Tensor, whole: Tensor, limit: str, what: str) -> None:
-    assert actual.shape == expected.shape, (
-        f"{what}: {list(actual.shape)}, not {list(expected.shape)}"
-    )
+    assert actual.shape == expected.shape, f"{what}: {list(actual.shape)}, not {list(expected.shape)}"
     assert actual.dtype == expected.dtype, f"{what}: {actual.dtype}, not {expected.dtype}"
     assert not actual.isnan().any(), f"{what}: NaN"
     infinite = expected.isinf()

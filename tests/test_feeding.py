@@ -135,9 +135,7 @@ def test_float64(draw):
             place = slice(fed.feed.columns[r], fed.feed.columns[r] + fed.feed.counts[r])
             expected = alone[r].logits[fed.starts[r] : fed.starts[r] + fed.feed.counts[r]]
             error = (fed.logits[r, place] - expected).abs().flatten()
-            assert float(error.max(dim=0).values if len(error) else 0) <= 1e-12 * float(
-                alone[r].logits.abs().max()
-            )
+            assert float(error.max(dim=0).values if len(error) else 0) <= 1e-12 * float(alone[r].logits.abs().max())
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -219,9 +217,7 @@ def test_a_call_in_which_no_row_has_a_token_changes_nothing(model, row):
     assert torch.isfinite(logits).all()
     assert kv.length.tolist() == [9, 9]
     assert all(
-        torch.equal(a.read((0, 0), 1), b.read((0, 0), 1))
-        for a, b in zip(kv.state.tapes, before.tapes, strict=True)
-        if a.held.shape[1]
+        torch.equal(a.read((0, 0), 1), b.read((0, 0), 1)) for a, b in zip(kv.state.tapes, before.tapes, strict=True) if a.held.shape[1]
     )
     rest = model(torch.stack((row[9:12], row[:3])), kv_cache=kv)
     for r, ids in enumerate((row[:12], torch.cat((row[9:18], row[:3])))):
@@ -297,9 +293,7 @@ class Branches:
         self.all = [(kv, [torch.zeros(0, dtype=torch.int64)] * rows)]
 
     def new_ids(self, count):
-        return torch.tensor(
-            [self.draw.randrange(self.model.vocab_size) for _ in range(count)]
-        ).long()
+        return torch.tensor([self.draw.randrange(self.model.vocab_size) for _ in range(count)]).long()
 
     def feed(self, kv, rows):
         width = self.draw.choice((1, 3, 20, LONGEST))

@@ -43,9 +43,7 @@ def written(model):
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     model = Dsv4.from_config(fault_config(vocab_size=256, eos_token_id=255), seed=0)
-    model.tokenizer = Tokenizer(
-        backend=backend, vocab_size=256, bos_token_id=0, eos_token_id=255, pad_token_id=0
-    )
+    model.tokenizer = Tokenizer(backend=backend, vocab_size=256, bos_token_id=0, eos_token_id=255, pad_token_id=0)
 
     def says(*texts):
         plans = [model.to_tokens(text)[0].tolist() for text in texts]
@@ -423,12 +421,8 @@ def test_a_second_turn_goes_on_from_the_cache(model, ids):
     assert kv.length.tolist() == [13 + 6] * 3
     new = random_ids(model.config, 3, 5, seed=9)
     # The last token was chosen and not fed.
-    second = model.generate(
-        torch.cat((first[:, -1:], new), dim=1), 6, eos_token_id=None, kv_cache=kv
-    )
-    assert torch.equal(
-        second[:, 6:], by_full_forwards(model, torch.cat((first, new), dim=1), 6)[:, 25:]
-    )
+    second = model.generate(torch.cat((first[:, -1:], new), dim=1), 6, eos_token_id=None, kv_cache=kv)
+    assert torch.equal(second[:, 6:], by_full_forwards(model, torch.cat((first, new), dim=1), 6)[:, 25:])
 
 
 def test_a_row_that_has_ended_does_not_grow_in_the_cache(model, ids):
@@ -502,10 +496,7 @@ def test_stop_strings_across_token_borders(written, stop):
     with says(text, "never stops at all"):
         out = model.generate(["ab", "c"], 19, stop=stop)
         assert out == [text[:end], "never stops at all"]
-        assert (
-            "".join(piece[0] for piece in model.generate_stream(["ab", "c"], 19, stop=stop))
-            == text[:end]
-        )
+        assert "".join(piece[0] for piece in model.generate_stream(["ab", "c"], 19, stop=stop)) == text[:end]
         ids = model.generate([[1, 2], [3]], 19, stop=stop)
     assert model.to_string(ids[0, 2 : 2 + end]) == text[:end]
     assert (ids[0, 2 + end :] == 255).all()

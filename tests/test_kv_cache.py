@@ -122,9 +122,7 @@ def test_a_cache_that_does_not_fit_is_refused(model, ids, change, said):
     before = kv.state
     fired = []
     with pytest.raises(ValueError, match=said):
-        model.run_with_hooks(
-            ids[:, :14], [("token_embeddings", lambda x, hook: fired.append(1))], kv_cache=kv
-        )
+        model.run_with_hooks(ids[:, :14], [("token_embeddings", lambda x, hook: fired.append(1))], kv_cache=kv)
     assert kv.state is before
     assert not fired
     assert not kv._in_use
@@ -384,9 +382,7 @@ def test_a_graph_that_starts_late_survives_later_calls(model, ids, leaf):
     name = f"layers.3.self_attn.{leaf}"
     losses = []
     for start, end in ((0, 11), (11, 13), (13, 17), (17, 18)):
-        logits = model.run_with_hooks(
-            ids[:, start:end], [(name, lambda q, hook: q + shift)], kv_cache=kv
-        )
+        logits = model.run_with_hooks(ids[:, start:end], [(name, lambda q, hook: q + shift)], kv_cache=kv)
         losses.append(logits.square().mean())
     grads = [torch.autograd.grad(loss, shift)[0] for loss in losses]
     assert all(torch.isfinite(grad).all() and grad.abs().sum() > 0 for grad in grads)
@@ -411,15 +407,29 @@ def test_modes_mix_on_one_cache(ids, order):
     assert relative_error(torch.cat([x.detach() for x in logits], dim=1), whole) <= LIMIT
 
 
+@pytest.mark.parametrize("copied", [lambda kv: kv.clone(), lambda kv: kv.select([0]), lambda kv: kv.expand(1)])
+def test_a_copy_made_in_inference_mode_is_used_outside_it(ids, copied):
+    model = Dsv4.from_config(fault_config(), seed=3)
+    kv = model.new_kv_cache(1, 60)
+    with torch.inference_mode():
+        model(ids[:1, :11], kv_cache=kv)
+        copy_ = copied(kv)
+        kv.truncate(5)
+        kv.reset()
+    for start, end in ((11, 12), (12, 20), (20, 21)):
+        logits = model(ids[:1, start:end], kv_cache=copy_)
+        logits.square().mean().backward()
+        assert relative_error(logits, model(ids[:1, :end])[:, start:]) <= LIMIT
+    model(ids[:1, :9], kv_cache=kv)
+
+
 def test_nothing_holds_on_to_a_graph(ids):
     model = Dsv4.from_config(fault_config(), seed=3)
     kv = model.new_kv_cache(3, 40)
     names = ["layers.1.self_attn.attention_keys_unrotated", "**.compressed_entries"]
     nodes = []
     for start in (0, 11):
-        _, cache = model.run_with_cache(
-            ids[:, start : start + 11], names, kv_cache=kv, detach=False
-        )
+        _, cache = model.run_with_cache(ids[:, start : start + 11], names, kv_cache=kv, detach=False)
         assert all(value.grad_fn is not None for value in cache.values())
         nodes += [weakref.ref(value) for value in cache.values()]
     del cache
@@ -760,9 +770,7 @@ def test_reset_and_used_again(model, ids):
         assert kv.length.tolist() == [0, 0, 0]
         assert kv.nbytes == 0
         logits = [model(ids[:, :prompt], kv_cache=kv)]
-        logits += [
-            model(ids[:, i : i + 1], kv_cache=kv) for i in range(prompt, min(prompt + 9, 40))
-        ]
+        logits += [model(ids[:, i : i + 1], kv_cache=kv) for i in range(prompt, min(prompt + 9, 40))]
         whole = torch.cat(logits, dim=1)
         assert relative_error(whole, model(ids[:, : whole.shape[1]])) <= LIMIT
 
@@ -841,9 +849,7 @@ def test_flash_layout_holds_what_was_computed(rewind):
     expected = 0
     for slot in kv._slots:
         size = slot.width * 4
-        if hasattr(slot, "rate"):
-            held = 700 // slot.rate
-        else:
-            held = 700 if rewind is None else min(700, slot.keep + rewind)
+        tokens = 700 if rewind is None else min(700, getattr(slot, "keep", 0) + rewind)
+        held = 700 // slot.rate if hasattr(slot, "rate") else tokens
         expected += size * (held + max(SPARE, held // SPARE_SHARE))
     assert kv.nbytes == expected

@@ -108,9 +108,7 @@ def test_what_has_no_probability_is_never_drawn(monkeypatch):
     scores[0, [7, 30]] = torch.tensor([0.0, -20.0])
     sampling = Sampling(temperature=1.0)
     for draw, expected in ((0.0, 7), (0.5, 7), (1 - 2**-53, 30)):
-        monkeypatch.setattr(
-            torch, "rand", lambda *_, draw=draw, **kw: torch.tensor([draw], **only(kw))
-        )
+        monkeypatch.setattr(torch, "rand", lambda *_, draw=draw, **kw: torch.tensor([draw], **only(kw)))
         assert int(choose(scores, sampling, sampling.generators(1))) == expected
 
 

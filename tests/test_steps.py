@@ -84,9 +84,7 @@ def test_lists_hold_each_step_as_a_call_gives_it(model, ids, generated):
 def test_positions_run_on(model, ids):
     mask = torch.ones(2, 11)
     mask[1, :4] = 0
-    _, cache = model.generate(
-        ids, 5, attention_mask=mask, eos_token_id=None, names="layers.0.layer_output"
-    )
+    _, cache = model.generate(ids, 5, attention_mask=mask, eos_token_id=None, names="layers.0.layer_output")
     assert cache.positions[0].tolist() == list(range(15))
     assert cache.positions[1].tolist() == [-1] * 4 + list(range(11))
 
@@ -95,9 +93,7 @@ def test_positions_run_on(model, ids):
 def test_padded_rows_against_each_row_alone(model, ids, side):
     mask = torch.ones(2, 11, dtype=torch.int64)
     mask[1, slice(0, 4) if side == "left" else slice(7, 11)] = 0
-    out, cache = model.generate(
-        ids, 9, attention_mask=mask, eos_token_id=None, names="**", align=True, max_bytes=None
-    )
+    out, cache = model.generate(ids, 9, attention_mask=mask, eos_token_id=None, names="**", align=True, max_bytes=None)
     for r in range(2):
         real = cache.positions[r] >= 0
         row = out[r, :-1][real]
@@ -141,9 +137,7 @@ def test_what_a_cache_held_before_is_left_out(model, ids):
     kv = model.new_kv_cache(2, 40)
     model(ids[:, :6], kv_cache=kv)
     names = ["**.attention_scores", "**.attention_keys", "layers.1.layer_output"]
-    _, cache = model.generate(
-        ids[:, 6:], 9, eos_token_id=None, kv_cache=kv, names=names, align=True
-    )
+    _, cache = model.generate(ids[:, 6:], 9, eos_token_id=None, kv_cache=kv, names=names, align=True)
     _, full = model.run_with_cache(out[:, :-1], names, max_bytes=None)
     assert cache.positions[0].tolist() == list(range(6, 19))
     assert_near(cache["layer_output", 1], full["layer_output", 1][:, 6:], "layer_output")
@@ -182,9 +176,7 @@ def test_captures_are_not_changed_by_later_steps_or_runs(model, ids):
 def test_a_cache_of_lists_can_be_moved_and_says_how_to_be_saved(model, ids, tmp_path):
     _, cache = model.generate(ids[:1], 4, eos_token_id=None, names="**.attention_scores")
     moved = cache.to("cpu")
-    assert [x.shape for x in moved["attention_scores", 1]] == [
-        x.shape for x in cache["attention_scores", 1]
-    ]
+    assert [x.shape for x in moved["attention_scores", 1]] == [x.shape for x in cache["attention_scores", 1]]
     for refused in (lambda: cache.save(tmp_path / "x"), lambda: cache.stack("attention_scores")):
         with pytest.raises(ValueError, match="align=True"):
             refused()
