@@ -23,8 +23,8 @@ from dsv4.config import Dsv4Config
 from dsv4.inputs import Inputs
 from dsv4.tape import Tape, writing
 
-# `expand` shares entries of a prefix up to this many tokens, and copies those of a longer one.
-SHARED_ENTRIES = 8192
+# `expand` shares the entries of a prefix while rows * tokens are at most so many, else it copies them.
+SHARED_ENTRIES = 1 << 16
 
 _CLAIM = threading.Lock()
 
@@ -104,7 +104,7 @@ class EntrySlot:
 
     def expand(self, tape: Tape, rows: int, length: int) -> Tape:
         entries = length // self.rate
-        return tape.share(rows, entries if length <= SHARED_ENTRIES else 0, entries)
+        return tape.share(rows, entries if rows * length <= SHARED_ENTRIES else 0, entries)
 
 
 def _joined(stored: Tensor, new: Tensor, windows: Windows) -> Tensor:
@@ -222,10 +222,10 @@ class KVCache:
     def expand(self, n: int) -> "KVCache":
         """A cache of n rows that all continue this one's row; this one stays usable.
 
-        The rows share one copy of what the prefix needs to be cut back, and of its entries up to
-        SHARED_ENTRIES tokens. Entries of a longer prefix are copied for each row: shared ones have
-        to be put in front of each row's own in every call, which cost 2 % of a decoding step after
-        8,192 tokens and 6 % after 16,384 (8 rows of the model of benchmarks/decode.py).
+        The rows share one copy of what the prefix needs to be cut back, and of its entries while n * length <= SHARED_ENTRIES;
+        beyond, each row gets its own copy of the entries. Shared entries are put in front of a row's own in every call: of a decoding
+        step of the model of benchmarks/decode.py that was 1 % with 8 rows after 8,192 tokens, 4 % after 16,384, 7 % with 32 rows
+        after 8,192, and as much again (104 %) with 32 after 16,384.
         """
         _check_count("expand: n", n, 1)
         if self.batch_size != 1:

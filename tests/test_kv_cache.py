@@ -737,8 +737,8 @@ def test_what_was_shared_is_let_go_when_no_row_goes_back_to_it(model):
 
 
 def test_a_long_prefix_has_its_entries_copied(monkeypatch, model, ids):
-    monkeypatch.setattr("dsv4.kv_cache.SHARED_ENTRIES", 16)
-    assert SHARED_ENTRIES > 16
+    monkeypatch.setattr("dsv4.kv_cache.SHARED_ENTRIES", 4 * 16)
+    assert SHARED_ENTRIES > 4 * 16
     for length, shares in ((16, True), (17, False)):
         row = model.new_kv_cache(1, 60)
         model(ids[:1, :length], kv_cache=row)
