@@ -106,7 +106,7 @@ def seconds(run, device: str) -> float:
 
 def sizes() -> None:
     with torch.device("meta"):
-        model = Dsv4(Dsv4Config.flash())
+        model = Dsv4(Dsv4Config.flash()).bfloat16()
     names = {
         **WAYS,
         "one layer_output": "layers.20.layer_output",

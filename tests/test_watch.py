@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dsv4
-from dsv4 import Dsv4, Dsv4Config
+from dsv4 import Dsv4, Dsv4Config, budget
 from dsv4.config import CSA, HCA, SLIDING
 from dsv4.hooks import Probed
 from dsv4.testing_probes import (
@@ -19,7 +19,7 @@ from dsv4.testing_probes import (
     spelled,
     watched_model,
 )
-from dsv4.values import RESIDUAL_SET, VALUES
+from dsv4.values import RESIDUAL_SET, VALUES, all_names
 
 FROZEN = Path(__file__).parent / "frozen"
 MODEL = watched_model()
@@ -541,3 +541,17 @@ def test_signatures_are_the_documented_ones():
     assert parameters("loss") == ["input", "attention_mask", "per_token"]
     assert parameters("support") == ["layer"]
     assert parameters("estimate")[:3] == ["names", "batch", "seq"]
+
+
+def test_sizes_the_readme_gives():
+    """What is captured of V4-Flash without names, and every attention pattern, in GiB at 1024 and 8192 tokens."""
+    config, gib = Dsv4Config.flash(), 2**30
+    names = all_names(config)
+    residual = [n for n in names if n.rsplit(".", 1)[-1] in RESIDUAL_SET]
+    patterns = [n for n in names if n.endswith("attention_probabilities")]
+    found = [
+        round(sum(budget.sizes(config, chosen, torch.bfloat16, 1, seq).values()) / gib, digits)
+        for chosen, digits in ((residual, 1), (patterns, 0))
+        for seq in (1024, 8192)
+    ]
+    assert found == [0.7, 5.6, 12, 774]
