@@ -11,9 +11,10 @@ stacks being filled and one stored tensor.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from dsv4.config import Dsv4Config
 from dsv4.convert import names
+from dsv4.convert.cuts import Cut, cut_piece, cut_source, nbytes_read, part_of
 from dsv4.convert.header import Shard, StoredTensor, read_shards
 from dsv4.convert.layout import INT64
 from dsv4.convert.names import Place, Scheme
@@ -54,6 +56,8 @@ TARGET_DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 
 Native = bool | Callable[[str], bool]
 Progress = Callable[[int, int], None]
+Cuts = Mapping[str, Cut]
+NOTHING_CUT: Cuts = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,8 @@ class Checkpoint:
         dtype: torch.dtype | None,
         native: Native = False,
         layers: Collection[int] | None = None,
+        wanted: Callable[[str], bool] | None = None,
+        cuts: Cuts | None = None,
         progress: Progress | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield (state_dict name, tensor), in file order; the tensors own their memory.
@@ -121,6 +127,9 @@ class Checkpoint:
                 module name (the keys of `formats`). A kept module yields its codes and, after them,
                 `..._scale_inv`, bit for bit.
             layers: only these blocks, and all that is outside the blocks.
+            wanted: only the tensors of these names (the keys of `sources`).
+            cuts: of these names only the part [begin, end) along an axis, (axis, begin, end); nothing else of them is read. A stack is
+                cut along its experts, a kept FP8 matrix at borders of its scale blocks.
             progress: called with (bytes read, bytes to read) after every stored tensor.
         Raises:
             CheckpointError: `check` fails, or the data hold a NaN code or scale, or an expert id
@@ -128,7 +137,7 @@ class Checkpoint:
         """
         filling: dict[str, list[Tensor]] = {}
         left: dict[str, int] = {}
-        for read in self._read(dtype, native, layers, progress):
+        for read in self._read(dtype, native, layers, progress, wanted, cuts or {}):
             name = read.source.name
             if name not in filling:
                 filling[name] = read.empty(read.source.spec.shape)
@@ -137,6 +146,11 @@ class Checkpoint:
             left[name] -= 1
             if left[name] == 0:
                 yield from zip((name, names.scale_of(name)), filling.pop(name), strict=False)
+
+    def nbytes(self, *, wanted: Callable[[str], bool], cuts: Cuts = NOTHING_CUT) -> int:
+        """Bytes that `tensors` reads."""
+        sources = [cut_source(source, cuts.get(source.name)) for source in self.sources.values() if wanted(source.name)]
+        return sum(nbytes_read(piece, cuts.get(source.name)) for source in sources for piece in source.pieces)
 
     def parts(
         self,
@@ -159,6 +173,8 @@ class Checkpoint:
         native: Native,
         layers: Collection[int] | None,
         progress: Progress | None,
+        wanted: Callable[[str], bool] | None = None,
+        cuts: Cuts = NOTHING_CUT,
     ) -> Iterator["_Read"]:
         """Every stored tensor that is wanted, with its scale, in file order, its data checked."""
         self.check()
@@ -171,6 +187,8 @@ class Checkpoint:
             (piece, source)
             for source in self.sources.values()
             if layers is None or (block := names.block_of(source.name)) is None or block in layers
+            if wanted is None or wanted(source.name)
+            for source in [cut_source(source, cuts.get(source.name))]
             for piece in source.pieces
         ]
         becomes = {
@@ -182,16 +200,17 @@ class Checkpoint:
         }
         steps.sort(key=lambda step: (step[0].weight.file, step[0].weight.begin))
         files = _Files(self.folder)
-        done, total = 0, sum(piece.nbytes for piece, _ in steps)
+        done, total = 0, sum(nbytes_read(piece, cuts.get(source.name)) for piece, source in steps)
         for piece, source in steps:
             weight = files.read(piece.weight)
             scale = None if piece.scale is None else as_scale(files.read(piece.scale))
+            weight, scale, inner = cut_piece(piece, weight, scale, source.format, cuts.get(source.name))
             if source.spec.dtype is INT64:
                 check_ids(piece.weight.name, weight, self.config.n_routed_experts)
             check_codes(piece.weight.name, weight)
             largest = None if scale is None else check_scale(piece.scale.name, scale)
-            yield _Read(source, piece, weight, scale, largest, *becomes[source.name])
-            done += piece.nbytes
+            yield _Read(source, piece, weight, scale, largest, *becomes[source.name], inner)
+            done += nbytes_read(piece, cuts.get(source.name))
             if progress is not None:
                 progress(done, total)
 
@@ -207,6 +226,8 @@ class _Read:
     largest_scale: float | None
     dtype: torch.dtype
     is_kept: bool
+    # Of the decoded tensor the part wanted, where scale blocks reach beyond it.
+    inner: Cut | None = None
 
     def empty(self, shape: tuple[int, ...]) -> list[Tensor]:
         """Room for a tensor of that logical shape: [values], or [codes, scales] if it is kept."""
@@ -227,8 +248,10 @@ class _Read:
             out[1].copy_(self.scale)
         elif self.scale is None:
             out[0].copy_(self.weight)
-        else:
+        elif self.inner is None:
             decode(self.weight, self.scale, self.source.format, self.dtype, out=out[0])
+        else:
+            out[0].copy_(part_of(decode(self.weight, self.scale, self.source.format, self.dtype), self.inner))
         if not self.is_kept and self.dtype is not INT64:
             check_range(self.piece.weight.name, self.weight, self.largest_scale, out[0])
 

@@ -328,7 +328,7 @@ def _expert_means(model, layer: int, gone: list[int], source) -> Mapping[int, Te
     leaves = ("expert_outputs", "expert_weights", "expert_indices")
     points = [model.hook_dict[f"layers.{layer}.mlp.{leaf}"] for leaf in leaves]
     outputs, weights, indices = (Recorded.of(source, point) for point in points)
-    used = (outputs.positions >= 0).unsqueeze(-1) & (weights.value != 0)
+    used = (outputs.positions.to(weights.value.device) >= 0).unsqueeze(-1) & (weights.value != 0)
     means = {}
     for expert in gone:
         slots = used & (indices.value == expert)

@@ -149,7 +149,8 @@ class ActivationCache(Mapping[str, Tensor]):
         shapes = {n: list(part.shape) for n, part in parts.items()}
         if len({tuple(shape) for shape in shapes.values()}) > 1:
             raise ValueError(f"{leaf!r} differs in shape between layers: {shapes}; take the layers of one kind")
-        return torch.stack(list(parts.values()))
+        first = next(iter(parts.values()))
+        return torch.stack([part.to(first.device) for part in parts.values()])
 
     def to(self, device) -> "ActivationCache":
         """A cache on `device`; this one stays as it is."""

@@ -145,7 +145,11 @@ class SlidingAttention(Probed, Float32):
         low_rank = torch.einsum("bsgnd,grnd->bsgnr", heads, first)
         computed = torch.einsum("bsgnr,hgr->bsgnh", low_rank, second).flatten(2, 3).contiguous()
         returned = self.tap.attention_head_results(computed)
-        return output if returned is computed else (wide(output) + (returned - computed).sum(2)).to(output.dtype)
+        return output if returned is computed else (wide(output) + self.over_heads(returned - computed)).to(output.dtype)
+
+    def over_heads(self, x: Tensor) -> Tensor:
+        """[b s N hidden] -> [b s hidden]."""
+        return x.sum(2)
 
 
 class CompressedSparseAttention(SlidingAttention):

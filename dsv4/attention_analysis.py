@@ -89,9 +89,10 @@ class AttentionAnalysis:
         self.read.refuse_edits(["attention_head_results"], [layer], "the premix does not tell what the hook returned; capture them")
         attention = self.read.model.layers[layer].self_attn
         premix = wide(self.read.of("attention_premix", layer))
-        groups = attention.o_a_proj.groups
-        first = attention.o_a_proj.by_group(premix.dtype).detach().to(premix.device).unflatten(-1, (-1, attention.width))
-        second = attention.o_b_proj.matrix(premix.dtype).detach().to(premix.device).unflatten(-1, (groups, -1))
+        groups = attention.o_a_proj.all_groups
+        first = attention.o_a_proj.whole_matrix(premix.dtype).detach().to(premix.device).unflatten(0, (groups, -1))
+        first = first.unflatten(-1, (-1, attention.width))
+        second = attention.o_b_proj.whole_matrix(premix.dtype).detach().to(premix.device).unflatten(-1, (groups, -1))
         heads = premix.unflatten(-1, (groups, -1, attention.width))
         low_rank = torch.einsum("bsgnd,grnd->bsgnr", heads, first)
         return self.read.drop(torch.einsum("bsgnr,hgr->bsgnh", low_rank, second).flatten(2, 3))

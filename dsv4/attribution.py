@@ -214,7 +214,7 @@ def _direction(read: Reading, tokens) -> tuple[Tensor, str]:
         raise ValueError(f"tokens has shape {list(ids.shape)}; expected one id, {list(dropped)}, or {list(size[:1])}, one for each row")
     if bool(((ids < 0) | (ids >= model.vocab_size)).any()):
         raise ValueError(f"token ids run from 0 to {model.vocab_size - 1}, got {int(ids.min())} to {int(ids.max())}")
-    rows = model.lm_head.weight.detach()
+    rows = model.lm_head.whole_matrix(model.dtype).detach()
     return wide(rows[ids.to(rows.device)]), what
 
 
@@ -248,7 +248,7 @@ def _parts(read: Reading, unit: str, layer: int, direction: Tensor) -> Iterator[
         inner = wide(read.of("expert_neurons", layer))
         products = inner * weights.unsqueeze(-1) * _down_products(read, layer, indices, direction)
         yield [("slot", k, j) for k in slots for j in range(inner.shape[-1])], products.flatten(2).movedim(-1, 0)
-        down = read.model.layers[layer].mlp.shared_experts.down_proj.matrix(direction.dtype).detach().to(direction.device)
+        down = read.model.layers[layer].mlp.shared_experts.down_proj.whole_matrix(direction.dtype).detach().to(direction.device)
         shared = wide(read.of("mlp_neurons", layer)) * (direction @ down)
         yield [("shared", j) for j in range(shared.shape[-1])], shared.movedim(-1, 0)
         return
@@ -272,11 +272,11 @@ def head_products(read: Reading, layer: int, direction: Tensor) -> Tensor:
 
 def head_directions(attention, direction: Tensor) -> Tensor:
     """direction [b s hidden] -> [b s N D]: what each head's output is multiplied with to give its product with the direction."""
-    groups, dtype = attention.o_a_proj.groups, direction.dtype
-    second = attention.o_b_proj.matrix(dtype).detach().to(direction.device)
-    first = attention.o_a_proj.by_group(dtype).detach().to(direction.device)
+    groups, dtype = attention.o_a_proj.all_groups, direction.dtype
+    second = attention.o_b_proj.whole_matrix(dtype).detach().to(direction.device)
+    first = attention.o_a_proj.whole_matrix(dtype).unflatten(0, (groups, -1)).detach().to(direction.device)
     low_rank = (direction @ second).unflatten(-1, (groups, -1))
-    return torch.einsum("bsgr,gri->bsgi", low_rank, first).flatten(2).unflatten(-1, (attention.heads, attention.width))
+    return torch.einsum("bsgr,gri->bsgi", low_rank, first).flatten(2).unflatten(-1, (-1, attention.width))
 
 
 def _down_products(read: Reading, layer: int, indices: Tensor, direction: Tensor) -> Tensor:

@@ -220,7 +220,7 @@ class Bench:
             own, valid = part.of(own), part.valid
         size = int(max(chosen.amax(), own.amax())) + 1
         before, after = (_as_mask(t, size) for t in (own, chosen))
-        lost = before.repeat(count, 1, 1) & ~after & valid.repeat(count, 1).unsqueeze(-1)
+        lost = before.repeat(count, 1, 1) & ~after & valid.repeat(count, 1).unsqueeze(-1).to(after.device)
         return lost.view(count, -1).sum(1).cpu()
 
     @staticmethod

@@ -6,7 +6,7 @@
 Axes: b batch, s token, n stream.
 """
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from dsv4 import attention, moe
 from dsv4.call import Call
@@ -17,7 +17,15 @@ from dsv4.kernels.hyper_connection import collapse, write_back
 from dsv4.norm import RMSNorm
 
 # Values of a read site that the read in one go does not have.
-HIDDEN = ("hc_logits", "comb_start", "sinkhorn")
+HIDDEN = {site: frozenset(f"{site}_{value}" for value in ("hc_logits", "comb_start", "sinkhorn")) for site in ("attention", "mlp")}
+
+
+class Blocks(nn.ModuleList):
+    """The blocks in order."""
+
+    def leave(self, streams: Tensor) -> Tensor:
+        """What the streams pass behind the last block that ran: where blocks are spread over processes, they come to all."""
+        return streams
 
 
 class Block(Probed):
@@ -68,7 +76,7 @@ class Block(Probed):
         def at(value: str):
             return getattr(self.tap, f"{site}_{value}")
 
-        if self.listened.isdisjoint(f"{site}_{value}" for value in HIDDEN):
+        if not self.listened & HIDDEN[site]:
             pre, post, comb, collapsed = hc.read(x)
             read_by = at("pre")(pre)
             post, comb = at("post")(post), at("comb")(comb)

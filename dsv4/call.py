@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsv4.config import Dsv4Config
-from dsv4.kernels.sparse_attention import Reach
+from dsv4.kernels.sparse_attention import Reach, once
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -86,14 +86,29 @@ class Call:
         """The most by which a token's position exceeds its column, over rows."""
         return max(p - s for p, s in zip(self.host.past, self.host.start, strict=True))
 
-    @property
+    @once
     def token_positions(self) -> Tensor:
         """[b w+s] positions of the token keys; -1 where there is none."""
         return torch.cat((self.earlier, self.positions), dim=1)
 
+    @once
+    def _reaches(self) -> dict[str, Reach]:
+        return {}
+
+    @property
+    def without_padding(self) -> Tensor | None:
+        """`valid`, or None where every column is a token."""
+        columns = self.valid.shape[1]
+        is_whole = all(n - p == columns for p, n in zip(self.host.past, self.host.length, strict=True))
+        return None if is_whole else self.valid
+
     def reach(self, window: int, layer_type: str) -> Reach:
-        rate = self.windows[layer_type].rate if layer_type in self.windows else 0
-        return Reach(window, self.positions, self.token_positions, self.gap, rate)
+        """One for each kind of block; `window` is the same for all."""
+        reaches = self._reaches
+        if layer_type not in reaches:
+            rate = self.windows[layer_type].rate if layer_type in self.windows else 0
+            reaches[layer_type] = Reach(window, self.positions, self.token_positions, self.gap, rate)
+        return reaches[layer_type]
 
     def last_columns(self, n: int) -> Tensor:
         """[b n] columns of each row's last n real tokens; a row with fewer repeats its first column."""
@@ -149,31 +164,151 @@ def kept_projections(rate: int, overlap: bool) -> int:
 
 
 def _windows(config: Dsv4Config, kind: str, rotary, past: list[int], lengths: list[int], start: Tensor) -> Windows:
-    rate, overlap = config.compress_rates[kind], kind == OVERLAPPING
+    rate = config.compress_rates[kind]
     before, after = [p // rate for p in past], [n // rate for n in lengths]
-    new = max((a - b for a, b in zip(after, before, strict=True)), default=0)
-    device = start.device
-    before_t, after_t, past_t, lengths_t = (torch.tensor(x, dtype=torch.int64, device=device) for x in (before, after, past, lengths))
-    entry = before_t.unsqueeze(1) + torch.arange(new, device=device)
-    filled = entry < after_t.unsqueeze(1)
-    offsets = torch.arange(-rate if overlap else 0, rate, device=device)
-    place = entry.unsqueeze(-1) * rate + offsets
-    kept = kept_projections(rate, overlap) if any(past) else 0
-    past_c, start_c = past_t[:, None, None], start[:, None, None]
-    index = torch.where(place >= past_c, kept + start_c + place - past_c, kept - past_c + place)
-    present = filled.unsqueeze(-1) & (place >= 0) & (place < lengths_t[:, None, None])
+    numbers = (torch.tensor(x, dtype=torch.int64, device=start.device) for x in (past, lengths))
+    return _windows_of(
+        config,
+        kind,
+        rotary,
+        start,
+        *numbers,
+        new=max((a - b for a, b in zip(after, before, strict=True)), default=0),
+        total=max(after, default=0),
+        kept=kept_projections(rate, kind == OVERLAPPING) if any(past) else 0,
+        host_before=tuple(before),
+        host_after=tuple(after),
+    )
+
+
+def _windows_of(config, kind: str, rotary, start: Tensor, past: Tensor, lengths: Tensor, *, new, total, kept, **host) -> Windows:
+    """start, past, lengths: [b]; the sizes are the caller's."""
+    rate, overlap = config.compress_rates[kind], kind == OVERLAPPING
+    before, after = past // rate, lengths // rate
+    entry = before.unsqueeze(1) + torch.arange(new, device=start.device)
+    filled = entry < after.unsqueeze(1)
+    place = entry.unsqueeze(-1) * rate + torch.arange(-rate if overlap else 0, rate, device=start.device)
+    start, past = start[:, None, None], past[:, None, None]
+    index = torch.where(place >= past, kept + start + place - past, kept - past + place)
+    present = filled.unsqueeze(-1) & (place >= 0) & (place < lengths[:, None, None])
     return Windows(
         rate=rate,
         overlap=overlap,
-        total=max(after, default=0),
+        total=total,
         new=new,
-        before=before_t,
-        after=after_t,
-        host_before=tuple(before),
-        host_after=tuple(after),
+        before=before,
+        after=after,
         filled=filled,
-        index=torch.where(present, index, kept + start_c),
+        index=torch.where(present, index, kept + start),
         present=present,
         rotation=rotary(entry * rate),
         kept=kept,
+        **host,
+    )
+
+
+def plan_whole(config: Dsv4Config, rotary: Mapping[str, torch.nn.Module], input_ids: Tensor | None, valid: Tensor) -> Call:
+    """The Call of rows that begin here, every size from the shape of `valid` [b s] and every number on the device: what is traced.
+
+    Rows with padding get as many entries as a full one; those they do not have are closed to every query.
+    """
+    b, s = valid.shape
+    start, past, lengths = valid.long().argmax(1), torch.zeros_like(valid[:, 0], dtype=torch.int64), valid.sum(1)
+    columns = torch.arange(s, device=valid.device)
+    positions = (columns - start.unsqueeze(1)).masked_fill(~valid, -1)
+    windows = {
+        kind: _windows_of(
+            config,
+            kind,
+            rotary["compress"],
+            start,
+            past,
+            lengths,
+            new=s // config.compress_rates[kind],
+            total=s // config.compress_rates[kind],
+            kept=0,
+            host_before=(),
+            host_after=(),
+        )
+        for kind in dict.fromkeys(config.layer_types)
+        if kind in config.compress_rates
+    }
+    return Call(
+        input_ids=input_ids,
+        valid=valid,
+        positions=positions,
+        start=start,
+        past=past,
+        lengths=lengths,
+        earlier=positions[:, :0],
+        gap=0,
+        rotations={kind: rope(positions) for kind, rope in rotary.items()},
+        windows=windows,
+        host=Host((0,), (0,), (s,)),
+    )
+
+
+def plan_step(config: Dsv4Config, rotary: Mapping[str, torch.nn.Module], input_ids: Tensor, active: Tensor, kv) -> Call:
+    """The Call of a step over the fixed form of a KV cache: every size from shapes, every number on the device.
+
+    Args:
+        input_ids: [b s]. active: [b] bool; the other rows take part and advance by nothing. kv: a FixedCache; it learns its columns.
+    """
+    b, s = input_ids.shape
+    past = kv.length
+    after = past + active * s
+    columns = torch.arange(s, device=past.device)
+    place = past.unsqueeze(1) + columns
+    valid = active.unsqueeze(1).expand(b, s)
+    w = min(config.sliding_window - 1, kv.capacity)
+    band = past.unsqueeze(1) + torch.arange(-w, s, device=past.device)
+    for ring in kv.rings:
+        ring.places = place % ring.buffer.shape[1]
+    for layer in kv.layers:
+        layer.keys.window = band.clamp(min=0) % layer.keys.buffer.shape[1]
+    windows = {
+        kind: _step_windows(config, kind, rotary["compress"], past, after, s, kv)
+        for kind in dict.fromkeys(config.layer_types)
+        if kind in config.compress_rates
+    }
+    positions = place.masked_fill(~valid, -1)
+    earlier = band[:, :w]
+    return Call(
+        input_ids=input_ids,
+        valid=valid,
+        positions=positions,
+        start=torch.zeros_like(past),
+        past=past,
+        lengths=after,
+        earlier=earlier.masked_fill(earlier < 0, -1),
+        gap=0,
+        rotations={kind: rope(positions) for kind, rope in rotary.items()},
+        windows=windows,
+        # A bound: no row is longer.
+        host=Host((0,), (kv.span,), (kv.span + s,)),
+    )
+
+
+def _step_windows(config: Dsv4Config, kind: str, rotary, past: Tensor, after: Tensor, s: int, kv) -> Windows:
+    """The windows that s tokens can touch, closed or not; slots are columns of the ring of projections."""
+    rate, overlap = config.compress_rates[kind], kind == OVERLAPPING
+    new = 1 + (s + rate - 2) // rate
+    before = past // rate
+    entry = before.unsqueeze(1) + torch.arange(new, device=past.device)
+    place = entry.unsqueeze(-1) * rate + torch.arange(-rate if overlap else 0, rate, device=past.device)
+    present = (place >= 0) & (place < after[:, None, None])
+    return Windows(
+        rate=rate,
+        overlap=overlap,
+        total=-(-kv.span // rate),
+        new=new,
+        before=before,
+        after=after // rate,
+        host_before=(),
+        host_after=(),
+        filled=entry * rate < after.unsqueeze(1),
+        index=place.clamp(min=0) % kv.columns[kind],
+        present=present,
+        rotation=rotary(entry * rate),
+        kept=0,
     )

@@ -52,7 +52,7 @@ class Capture:
         return value if self.device is None else value.to(self.device)
 
     def _slice(self, value: Tensor, axis: int, point: HookPoint) -> Tensor:
-        index = self._columns
+        index = self._columns.to(value.device)
         held = point.stage.columns(point.name)
         if held is not None:
             index = places_among(held, index, point.name)

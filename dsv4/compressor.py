@@ -41,12 +41,16 @@ class EntryPool(Probed, Float32):
 
     def gates(self, projected: Tensor, windows: Windows, present: Tensor) -> Tensor:
         """projected [b kept+s ...], present [b e_new window] bool -> the weight of each slot and channel [b e_new window width]."""
+        if windows.new == 0:
+            return projected.new_zeros(*present.shape, self.width)
         gate = projected.chunk(2, dim=-1)[1]
         bias = torch.cat(self.position_bias.chunk(self.series, dim=-1))
         return pool_gates(self.slots(gate, windows) + bias, present)
 
     def pooled(self, projected: Tensor, gates: Tensor, windows: Windows, dtype: torch.dtype) -> Tensor:
         """The entries that close, normed and rotated [b e_new width]; zeros where a row closes fewer."""
+        if windows.new == 0:
+            return projected.new_zeros(len(projected), 0, self.width, dtype=dtype)
         kv = projected.chunk(2, dim=-1)[0]
         entries = rotate(self.kv_norm(pool(self.slots(kv, windows), gates).to(dtype)), *windows.rotation)
         return entries.masked_fill(~windows.filled.unsqueeze(-1), 0.0)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dsv4.config import Dsv4Config
 from dsv4.kernels.grouped_experts import Stored, grouped_experts, slots_in_order, sort_by_expert
-from dsv4.kernels.grouped_linear import coded_linear, decode, grouped_linear
+from dsv4.kernels.grouped_linear import coded_linear, decode, grouped_product
 from dsv4.linear import SCALE_BLOCK, apply_to_codes
 
 FP4_GROUP = 32
@@ -31,10 +31,13 @@ class Experts(nn.Module):
         self.limit = config.swiglu_limit
         self.backend = "torch"
 
-    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        """x [b s H], indices and weights [b s k] -> [b s H] float32: weighted sum over slots."""
+    def forward(self, x: Tensor, indices: Tensor, weights: Tensor, valid: Tensor | None = None) -> Tensor:
+        """x [b s H], indices and weights [b s k] -> [b s H] float32: weighted sum over slots; zeros, at no cost, for tokens that are
+        not `valid` [b s].
+        """
         slots = (indices.flatten(0, 1), weights.flatten(0, 1))
-        return grouped_experts(x.flatten(0, 1), *slots, self, self.limit, self.backend).view(x.shape)
+        valid = None if valid is None else valid.flatten()
+        return grouped_experts(x.flatten(0, 1), *slots, self, self.limit, self.backend, valid).view(x.shape)
 
     def stored(self, dtype: torch.dtype) -> Stored:
         """What the device code reads."""
@@ -42,11 +45,11 @@ class Experts(nn.Module):
 
     def gate_up(self, rows: Tensor, ends: Tensor) -> Tensor:
         """rows [n H] sorted by expert, ends [E] int32 -> [n 2I]."""
-        return grouped_linear(rows, self.gate_up_proj.to(rows.dtype), ends)
+        return grouped_product(rows, self.gate_up_proj.to(rows.dtype), ends)
 
     def down(self, rows: Tensor, ends: Tensor) -> Tensor:
         """rows [n I] sorted by expert -> [n H]."""
-        return grouped_linear(rows, self.down_proj.to(rows.dtype), ends)
+        return grouped_product(rows, self.down_proj.to(rows.dtype), ends)
 
     def slot_gate_up(self, x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         """x [b s H], indices [b s k] -> gate, up [b s k I], for every slot."""

@@ -243,7 +243,7 @@ def steer(scene: Scene, contrast: Tensor | None, about: str) -> Steering:
     else:
         layer = model.num_layers - 1
         answer, second = (int(i) for i in scene.probabilities[-1].topk(2).indices)
-        rows = model.lm_head.matrix(torch.float32)
+        rows = model.lm_head.whole_matrix(torch.float32)
         _, cache = model.run_with_cache(scene.ids, "readout", pos=-1)
         vector = rows[second] - rows[answer]
         vector = vector * cache["readout"].float().norm() / vector.norm()

@@ -222,7 +222,7 @@ class _Run:
             if penalty != 1:
                 seen = _seen(seen, ids, mask, logits)
                 logits = penalise(logits, seen, penalty)
-            token = choose(logits, self.sampling, self.generators)
+            token = model.stage.drawn(choose(logits, self.sampling, self.generators))
             ended = torch.tensor(self.ended, device=token.device)
             token = token.masked_fill(ended, self.ends.fill)
             self._note(token.tolist())

@@ -191,11 +191,11 @@ class HookPoint(nn.Module):
         if given.shape != x.shape:
             raise ValueError(f"hook at {self.name} resized the value in place from {list(x.shape)} to {list(given.shape)}")
         if self.read_only:
-            if y is not given or not _same_bits(given, x):
+            if y is not given or not same_bits(given, x):
                 raise self._is_read_only()
             return x
         # By its bits: a write through .data or numpy moves no version counter.
-        if y is not given or not _same_bits(given, seen):
+        if y is not given or not same_bits(given, seen):
             self.stage.edited[self.name] = None
         return y if y is given else self._accept(y, x)
 
@@ -216,7 +216,7 @@ class HookPoint(nn.Module):
             seen = x.clone() if self.read_only else None
             handle.last_run = self.stage.runs
             returned = handle(x)
-            if self.read_only and (returned is not None or not _same_bits(x, seen)):
+            if self.read_only and (returned is not None or not same_bits(x, seen)):
                 raise self._is_read_only()
             if returned is not None and returned is not x:
                 accepted = self._accept(returned, x)
@@ -282,6 +282,7 @@ class Probed(nn.Module):
     """A module that owns HookPoints. `tap.<name>(x)` applies one.
 
     Attributes:
+        live: names of the points that someone listens to.
         listened: names of the points, of those its fused way hides ("mat" in dsv4/values.py), that someone listens to.
         spelled_out: whether there are any: take the way that shows every value.
 
@@ -292,6 +293,7 @@ class Probed(nn.Module):
     def __init__(self):
         super().__init__()
         self.tap = SimpleNamespace()
+        self.live: frozenset[str] = frozenset()
         self.listened: frozenset[str] = frozenset()
         self.spelled_out = False
         self._instrumented = False
@@ -310,6 +312,7 @@ class Probed(nn.Module):
         """Bring `tap` and `listened` up to who listens at one point now."""
         live = point.live
         setattr(self.tap, name, point if live else _same)
+        self.live = self.live | {name} if live else self.live - {name}
         hidden = live and point.value is not None and point.value.read == "mat"
         self.listened = self.listened | {name} if hidden else self.listened - {name}
         self.spelled_out = bool(self.listened)
@@ -355,6 +358,6 @@ def _is_dense(x: Tensor) -> bool:
     return x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride()
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
+def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equal to the last bit: NaN equals itself, 0.0 is not -0.0."""
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

@@ -75,17 +75,25 @@ class Indexer(EntryPool):
         if self.spelled_out:
             chosen = self.spelled(queries, keys, weights, closed_entries(call.positions, rate, keys.shape[1]), call)
         else:
-            chosen = select_by_index(queries, keys, weights, call.positions, rate, self.top_k, call.lead)
+            chosen = self.fused(queries, keys, weights, call)
         selection = tap.indexer_selection(chosen)
         if selection is chosen:
             return chosen
         return self.as_set(selection, closed_entries(call.positions, rate, keys.shape[1]), call)
 
+    def fused(self, queries: Tensor, keys: Tensor, weights: Tensor, call: Call) -> Tensor:
+        rate = call.windows[self.layer_type].rate
+        return select_by_index(queries, keys, weights, call.positions, rate, self.top_k, call.lead)
+
+    def combine(self, head_scores: Tensor, weights: Tensor) -> Tensor:
+        """[b s ih e], [b s ih] -> [b s e]."""
+        return combine_heads(head_scores, weights)
+
     def spelled(self, queries: Tensor, keys: Tensor, weights: Tensor, closed: Tensor, call: Call) -> Tensor:
         """The definition, every score in its place; closed [b s e] -> the best of each query."""
         tap = self.tap
         head_scores = tap.indexer_head_scores(index_head_scores(queries, keys))
-        scores = combine_heads(head_scores, weights).masked_fill(~closed, float("-inf"))
+        scores = self.combine(head_scores, weights).masked_fill(~closed, float("-inf"))
         scores = tap.indexer_scores(scores).masked_fill(~closed, float("-inf"))
         if bool((scores.isnan() & call.valid.unsqueeze(-1)).any()):
             raise ValueError(f"{self.indexer_scores.name} holds NaN; an entry without a score is -inf")

@@ -71,7 +71,7 @@ class Interventions:
         def add(x, hook):
             if everywhere:
                 # In the wider of both dtypes, rounded once to the streams'.
-                return x + added
+                return x + added.to(x.device)
             weights = post.value if streams == "post" else torch.ones(x.shape[:-1], device=x.device)
             if isinstance(streams, int):
                 weights = weights * (torch.arange(self.streams, device=x.device) == streams)
@@ -79,7 +79,7 @@ class Interventions:
                 weights = weights / (self._read_weights(layer, x) * weights).sum(-1, keepdim=True)
             if positions.given is not None:
                 weights = weights * positions.of(hook).unsqueeze(-1)
-            return x + weights.unsqueeze(-1) * added
+            return x + weights.unsqueeze(-1) * added.to(x.device)
 
         with self.hooks([(f"layers.{layer}.layer_output", add)]), ExitStack() as stack:
             if streams == "post":
@@ -90,9 +90,9 @@ class Interventions:
         """[b s n] float32: weights with which the streams x leaving a layer are read next."""
         follows = next((i for i in range(layer + 1, self.num_layers) if i not in self.skipped), None)
         if follows is None:
-            return self.hc_head.weights(x)
+            return self.hc_head.weights(x.to(self.device)).to(x.device)
         reads = self.layers[follows].attn_hc
-        return reads.pre(reads.logits(x))
+        return reads.pre(reads.logits(x.to(reads.fn.device))).to(x.device)
 
     @contextmanager
     def skip_layers(self, layers: int | Iterable[int]) -> Iterator[None]:
@@ -121,6 +121,7 @@ class Interventions:
                     f'project_on_vocab: shape {list(x.shape)} may be streams or not; say readout="head" ([..., n, hidden]) or "none"'
                 )
             readout = "head" if x.dim() == 4 else "none"
+        x = x.to(self.device)
         if readout == "head":
             if x.dim() < 2 or x.shape[-2] != self.streams:
                 raise ValueError(f'project_on_vocab: readout="head" needs [..., {self.streams}, {self.hidden_size}], got {list(x.shape)}')
@@ -150,7 +151,7 @@ class Interventions:
                 "head": lambda x: self.project_on_vocab(x, readout="head"),
                 "mean": lambda x: self.project_on_vocab(x.mean(-2), readout="none"),
                 "each": lambda x: self.project_on_vocab(x, readout="none"),
-                "final_pre": lambda x: self.project_on_vocab(collapse(x, cache["readout_weights"]), readout="none"),
+                "final_pre": lambda x: self.project_on_vocab(collapse(x, cache["readout_weights"].to(x.device)), readout="none"),
             }[readout]
             logits = torch.stack([read(x) for x in streams.values()])
         return Lens(readout, list(streams), logits, cache.positions, self.tokenizer)

@@ -131,7 +131,7 @@ class _Knockout:
     def where(self, rows: Tensor) -> Tensor:
         """rows [b s] -> [b 1 or N s 1]: the scores that change."""
         changed = rows[:, None, :, None]
-        return changed if self.heads is None else changed & self.heads.view(1, -1, 1, 1)
+        return changed if self.heads is None else changed & self.heads.to(changed.device).view(1, -1, 1, 1)
 
     def hooks(self) -> dict[str, object]:
         raise NotImplementedError

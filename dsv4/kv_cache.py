@@ -12,126 +12,20 @@ before it leaves the cache as it was. What is stored is detached: gradients stop
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from dsv4.attention import SlidingAttention
-from dsv4.call import OVERLAPPING, Call, Windows, kept_projections
+from dsv4.call import OVERLAPPING, Call, kept_projections
 from dsv4.config import Dsv4Config
+from dsv4.fixed_cache import FixedCache, FixedLayer, FixedPool, KeyRing, ProjectionRing, entries_of, ring_of, tape_of
 from dsv4.inputs import Inputs
+from dsv4.slots import EntrySlot, LayerSlots, PoolSlots, State, TokenSlot
 from dsv4.tape import Tape, writing
 
-# `expand` shares the entries of a prefix while rows * tokens are at most so many, else it copies them.
-SHARED_ENTRIES = 1 << 16
-
 _CLAIM = threading.Lock()
-
-
-@dataclass(frozen=True)
-class State:
-    """All that is committed: lengths, what each row can still be cut to, a tape for every slot."""
-
-    length: tuple[int, ...]
-    floor: tuple[int, ...]
-    tapes: tuple[Tape, ...]
-
-
-class TokenSlot:
-    """A value per token. `keep`: tokens before the end that a later call needs."""
-
-    def __init__(self, cache: "KVCache", number: int, width: int, dtype: torch.dtype, keep: int):
-        self.cache, self.number, self.width, self.dtype = cache, number, width, dtype
-        self.keep = keep
-        self.pending: Tensor | None = None
-
-    def extend(self, new: Tensor, earlier: int) -> Tensor:
-        """[b s width] -> [b earlier+s width]: before this call's columns each row's last tokens."""
-        self.pending = new.detach()
-        return self.joined(new, earlier)
-
-    def joined(self, new: Tensor, earlier: int) -> Tensor:
-        """What `extend` returns, with nothing put in."""
-        if earlier == 0:
-            return new
-        state = self.cache.state
-        begin = [n - earlier for n in state.length]
-        return torch.cat((state.tapes[self.number].read(begin, earlier), new), dim=1)
-
-    def advanced(self, call: Call, floor: Sequence[int]) -> Tape:
-        """The tape after the call."""
-        tape, rows = self.cache.state.tapes[self.number], call.host
-        pairs = zip(floor, tape.lowest, strict=True)
-        oldest = [max(least - self.keep, held, 0) for least, held in pairs]
-        return tape.append(self.pending, rows.start, rows.past, rows.length, oldest, self.cache.max_length)
-
-    def expand(self, tape: Tape, rows: int, length: int) -> Tape:
-        return tape.share(rows, max(length - self.keep, 0), length)
-
-
-class EntrySlot:
-    """Closed entries, all of them kept. `rate`: tokens per entry."""
-
-    def __init__(self, cache: "KVCache", number: int, width: int, dtype: torch.dtype, rate: int):
-        self.cache, self.number, self.width, self.dtype = cache, number, width, dtype
-        self.rate = rate
-        self.pending: Tape | None = None
-
-    def extend(self, new: Tensor, windows: Windows) -> Tensor:
-        """[b e_new width] -> [b e width]: each row's entries in order, zeros where it has fewer."""
-        before, after = windows.host_before, windows.host_after
-        old = self.cache.state.tapes[self.number]
-        self.pending = old
-        if windows.new:
-            with writing():
-                self.pending = old.append(new.detach(), [0] * len(before), before, after, old.lowest, self.most)
-        # A graph may hold on to what it is given, and this call's own entries carry theirs.
-        joins = torch.is_grad_enabled()
-        every = _joined(old.front(max(before)), new, windows) if joins else self.pending.front(windows.total)
-        if len(set(after)) > 1:
-            number = torch.arange(windows.total, device=new.device)
-            absent = number >= windows.after.unsqueeze(1)
-            every = every.masked_fill(absent.unsqueeze(-1), 0.0)
-        return every
-
-    @property
-    def most(self) -> int:
-        return self.cache.max_length // self.rate
-
-    def advanced(self, call: Call, floor: Sequence[int]) -> Tape:
-        return self.pending
-
-    def expand(self, tape: Tape, rows: int, length: int) -> Tape:
-        entries = length // self.rate
-        return tape.share(rows, entries if rows * length <= SHARED_ENTRIES else 0, entries)
-
-
-def _joined(stored: Tensor, new: Tensor, windows: Windows) -> Tensor:
-    """Each row's stored entries, then its new ones."""
-    both = torch.cat((stored, new), dim=1)
-    number = torch.arange(windows.total, device=new.device)
-    before = windows.before.unsqueeze(1)
-    own = (stored.shape[1] + number - before).clamp(max=max(both.shape[1] - 1, 0))
-    index = torch.where(number < before, number, own).unsqueeze(-1)
-    return both.gather(1, index.expand(-1, -1, both.shape[-1]))
-
-
-@dataclass(frozen=True)
-class PoolSlots:
-    """What an EntryPool keeps."""
-
-    projections: TokenSlot
-    entries: EntrySlot
-
-
-@dataclass(frozen=True)
-class LayerSlots:
-    """What one block keeps."""
-
-    keys: TokenSlot
-    compressor: PoolSlots | None
-    indexer: PoolSlots | None
 
 
 class KVCache:
@@ -140,7 +34,7 @@ class KVCache:
     Args:
         config: the model's. batch_size: rows. max_length: tokens that a row may reach; storage
             grows up to it as they come.
-        device, dtype: the model's (device None is the CPU, dtype None the config's torch_dtype).
+        device, dtype: the model's (device None is the CPU, several are one for each block; dtype None the config's torch_dtype).
         rewind: tokens that can be cut off again. 0 keeps the window and the open windows, r keeps r
             tokens more, None everything: `truncate` is then exact at any length.
 
@@ -158,7 +52,7 @@ class KVCache:
         batch_size: int = 1,
         max_length: int = 4096,
         *,
-        device: str | torch.device | None = None,
+        device: str | torch.device | Sequence[torch.device] | None = None,
         dtype: torch.dtype | None = None,
         rewind: int | None = None,
     ):
@@ -167,28 +61,50 @@ class KVCache:
         if rewind is not None:
             _check_count("rewind", rewind, 0)
         self.config, self.max_length, self.rewind = config, max_length, rewind
-        self.device = torch.empty(0, device="cpu" if device is None else device).device
+        self.devices = _devices(device, config.num_hidden_layers)
         self.dtype = config.torch_dtype if dtype is None else dtype
         self._slots: list[TokenSlot | EntrySlot] = []
         self.layers = tuple(self._layer(i) for i in range(config.num_hidden_layers))
+        self.fixed: FixedCache | None = None
         self.state = self._empty(batch_size)
         self._in_use = False
 
     # What it holds.
 
     @property
+    def device(self) -> torch.device:
+        """Where it is; where its first block is, of a model on several devices."""
+        return self.devices[0]
+
+    @property
+    def state(self) -> State:
+        """All that is committed. Asking for it ends the fixed form."""
+        if self.fixed is not None:
+            self._unfix(self.fixed)
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self.fixed, self._state = None, state
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each row."""
+        return self._state.length if self.fixed is None else self.fixed.lengths()
+
+    @property
     def batch_size(self) -> int:
-        return len(self.state.length)
+        return len(self._state.length)
 
     @property
     def length(self) -> Tensor:
         """Tokens of each row, int64 on the CPU [b]."""
-        return torch.tensor(self.state.length, dtype=torch.int64, device="cpu")
+        return torch.tensor(self.lengths, dtype=torch.int64, device="cpu")
 
     @property
     def nbytes(self) -> int:
         """Bytes of storage held now; what rows share counts once."""
-        return sum(tape.nbytes for tape in self.state.tapes)
+        return sum(tape.nbytes for tape in self._state.tapes) if self.fixed is None else self.fixed.nbytes
 
     def reset(self) -> None:
         """Forget every row."""
@@ -254,7 +170,7 @@ class KVCache:
 
     def __repr__(self) -> str:
         return (
-            f"KVCache(rows={self.batch_size}, length={list(self.state.length)}, "
+            f"KVCache(rows={self.batch_size}, length={list(self.lengths)}, "
             f"max_length={self.max_length}, rewind={self.rewind}, {self.nbytes / 2**20:.2f} MiB)"
         )
 
@@ -271,14 +187,19 @@ class KVCache:
         build = "build it with model.new_kv_cache(...)"
         if self.config != model.config:
             raise ValueError(f"the KV cache was made for another config; {build}")
-        for name in ("dtype", "device"):
-            own, models = getattr(self, name), getattr(model, name)
+        if self.dtype != model.dtype:
+            raise ValueError(f"the KV cache has dtype {self.dtype}, the model {model.dtype}; {build}")
+        devices = [model.device] * len(self.devices) if model.placed is None else model.placed.devices
+        for own, models in zip(self.devices, devices, strict=True):
             if own != models:
-                raise ValueError(f"the KV cache has {name} {own}, the model {models}; {build}")
+                raise ValueError(f"the KV cache has device {own}, the model {models}; {build}")
         if inputs.size[0] != self.batch_size:
             raise ValueError(f"the KV cache holds {self.batch_size} rows, the input {inputs.size[0]}; use expand(n) or select(rows)")
-        counts = inputs.valid.sum(1).tolist()
-        for r, (held, count) in enumerate(zip(self.state.length, counts, strict=True)):
+        self.check_room(inputs.valid.sum(1).tolist())
+
+    def check_room(self, counts: Sequence[int]) -> None:
+        """ValueError where a row cannot take so many more tokens."""
+        for r, (held, count) in enumerate(zip(self.lengths, counts, strict=True)):
             if held + count > self.max_length:
                 raise ValueError(
                     f"row {r} of the KV cache holds {held} tokens; {count} more exceed "
@@ -300,12 +221,73 @@ class KVCache:
 
     def commit(self, call: Call) -> None:
         """Take in what the call added."""
-        state, length = self.state, call.host.length
-        rewind = self.max_length if self.rewind is None else self.rewind
-        floor = tuple(max(f, n - rewind) for f, n in zip(state.floor, length, strict=True))
+        length = call.host.length
+        floor = self._floor(length)
         with writing():
             tapes = tuple(slot.advanced(call, floor) for slot in self._slots)
         self.state = State(length, floor, tapes)
+
+    # The form that `forward_static` runs over.
+
+    def fix(self, step: int = 1) -> FixedCache:
+        """Move what is held into buffers of max_length, for steps of up to `step` tokens; `fixed` until something asks for `state`.
+
+        Any other use of the cache works as before and moves it back first. Bytes: those of rewind=None or of `rewind` tokens, at
+        max_length, held or not.
+        """
+        self._refuse_in_use("fix")
+        _check_count("step", step, 1)
+        return self.in_fixed_form(step)
+
+    def in_fixed_form(self, step: int) -> FixedCache:
+        """What `fix` returns; for the run that is using the cache."""
+        if self.fixed is None or self.fixed.step < step:
+            self.fixed = self._fixed(step)
+            # What the tapes held is in the buffers.
+            self._state = replace(self._state, tapes=())
+        return self.fixed
+
+    def _fixed(self, step: int) -> FixedCache:
+        if len(set(self.devices)) > 1:
+            places = ", ".join(map(str, dict.fromkeys(self.devices)))
+            raise ValueError(f"the fixed form of a KV cache is on one device, this cache is on {places}; feed it with the model itself")
+        state, config = self.state, self.config
+        columns: dict[str, int] = {}
+
+        def ring(slot: TokenSlot, kind):
+            back = self.max_length if self.rewind is None else min(slot.keep + self.rewind, self.max_length)
+            return ring_of(state.tapes[slot.number], state.length, back + step, kind)
+
+        def pool(slots: PoolSlots | None) -> FixedPool | None:
+            if slots is None:
+                return None
+            rate = slots.entries.rate
+            after = [n // rate for n in state.length]
+            most = -(-self.max_length // rate) + 2 + (step + rate - 2) // rate
+            projections = ring(slots.projections, ProjectionRing)
+            columns[config.layer_types[i]] = projections.buffer.shape[1]
+            return FixedPool(projections, entries_of(state.tapes[slots.entries.number], after, most))
+
+        layers = []
+        for i, slots in enumerate(self.layers):
+            layers.append(FixedLayer(ring(slots.keys, KeyRing), pool(slots.compressor), pool(slots.indexer)))
+        return FixedCache(layers, columns, state.length, step, self.max_length, self.device)
+
+    def _unfix(self, fixed: FixedCache) -> None:
+        length = fixed.lengths()
+        tapes: list[Tape | None] = [None] * len(self._slots)
+        for slots, layer in zip(self.layers, fixed.layers, strict=True):
+            tapes[slots.keys.number] = tape_of(layer.keys, length, fixed.step)
+            for held, pool in ((slots.compressor, layer.compressor), (slots.indexer, layer.indexer)):
+                if held is not None:
+                    tapes[held.projections.number] = tape_of(pool.projections, length, fixed.step)
+                    tapes[held.entries.number] = Tape(pool.entries.buffer, (0,) * len(length))
+        self.state = State(length, self._floor(length), tuple(tapes))
+
+    def _floor(self, length: Sequence[int]) -> tuple[int, ...]:
+        """What each row can still be cut to once it holds `length` tokens."""
+        rewind = self.max_length if self.rewind is None else self.rewind
+        return tuple(max(f, n - rewind) for f, n in zip(self._state.floor, length, strict=True))
 
     def _refuse_in_use(self, what: str) -> None:
         if self._in_use:
@@ -319,7 +301,7 @@ class KVCache:
             self.config,
             len(rows),
             self.max_length,
-            device=self.device,
+            device=self.devices,
             dtype=self.dtype,
             rewind=self.rewind,
         )
@@ -351,8 +333,19 @@ class KVCache:
         return slot
 
     def _empty(self, rows: int) -> State:
-        tapes = [Tape.empty(rows, slot.width, slot.dtype, self.device) for slot in self._slots]
+        # Slots are numbered block by block: keys, then two for each pool.
+        pools = [sum(pool is not None for pool in (slots.compressor, slots.indexer)) for slots in self.layers]
+        places = [device for device, count in zip(self.devices, pools, strict=True) for _ in range(1 + 2 * count)]
+        tapes = [Tape.empty(rows, slot.width, slot.dtype, device) for slot, device in zip(self._slots, places, strict=True)]
         return State((0,) * rows, (0,) * rows, tuple(tapes))
+
+
+def _devices(given, blocks: int) -> tuple[torch.device, ...]:
+    several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given] * blocks
+    if len(several) != blocks:
+        raise ValueError(f"KVCache: got {len(several)} devices for {blocks} blocks; give one device, or one for each block")
+    found = {device: torch.empty(0, device="cpu" if device is None else device).device for device in dict.fromkeys(several)}
+    return tuple(found[device] for device in several)
 
 
 def _check_count(name: str, value: int, least: int) -> None:

@@ -24,6 +24,10 @@ class Linear(nn.Module):
         """[out, in] in `dtype`."""
         return self.weight.to(dtype)
 
+    def whole_matrix(self, dtype: torch.dtype) -> Tensor:
+        """The same, also where a process of a mesh holds a part (then every process has to ask)."""
+        return self.matrix(dtype)
+
     def in_float32(self, x: Tensor) -> Tensor:
         """W x with both sides widened: for projections whose result decides (routing, pooling, index weights)."""
         x = wide(x)
@@ -71,7 +75,8 @@ class BlockDiagonalLinear(Linear):
 
     def __init__(self, in_features: int, out_per_group: int, groups: int):
         super().__init__(in_features // groups, out_per_group * groups)
-        self.groups = groups
+        # A process of a mesh computes `groups` of `all_groups`.
+        self.groups = self.all_groups = groups
 
     def forward(self, x: Tensor) -> Tensor:
         """x [b s in] -> [b s groups out_per_group]."""
@@ -87,7 +92,7 @@ class Fp8BlockDiagonalLinear(Fp8Linear):
 
     def __init__(self, in_features: int, out_per_group: int, groups: int):
         super().__init__(in_features // groups, out_per_group * groups)
-        self.groups = groups
+        self.groups = self.all_groups = groups
 
     forward = BlockDiagonalLinear.forward
     by_group = BlockDiagonalLinear.by_group

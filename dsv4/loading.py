@@ -26,6 +26,12 @@ class Loading:
         *,
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
+        device_map: str | Mapping[str, str | int | torch.device] | None = None,
+        max_memory: Mapping[int | str, int | str] | None = None,
+        experts: str = "resident",
+        hot_experts: int | str | None = None,
+        layers: int | Sequence[int] | None = None,
+        mesh=None,
         weights: str | None = None,
         kernels: str = "auto",
         numerics: str = "exact",
@@ -42,6 +48,17 @@ class Loading:
         Args:
             dtype: of the weights that are not float32 by nature; None takes the config's torch_dtype.
             device: where the model goes; None is the CPU.
+            device_map: whole blocks by size, "auto" (GPUs in order, then host memory, then disk) or "balanced" (GPUs about even), or
+                {module: device} over embed_tokens, layers.0, ..., hc_head, norm, lm_head; "layers" means all blocks, "" the rest. A block
+                on "disk" is read from the checkpoint's files for the length of its forward. docs/scale.md tells what each costs.
+            max_memory: {0: "80GB", "cpu": "200GB"}, bytes of weights for device_map="auto" and "balanced"; GPUs not named are left out.
+                Default: nine tenths of what is free.
+            experts: where routed experts stay: "resident" with their block, "host" or "disk"; from there only those that a batch hits
+                are brought to the block's device. Weights that are not resident take no gradient.
+            hot_experts: bytes of copies of them kept on each GPU; default half of what the placement leaves free.
+            layers: range(0, n) loads the first n blocks; the config says so, and logits read the streams that leave the last of them.
+            mesh: a torch DeviceMesh, in every process of a torchrun: dimensions named "pp" (blocks), "ep" (experts), "tp" (heads, groups,
+                index heads, shared expert, vocabulary, experts). Each process reads its part of the files. docs/parallel.md.
             weights: "native" keeps FP8 and FP4 codes as stored, "dequantized" decodes them; None is native when the files have codes.
             kernels: "torch", "triton" (an error with the reason where it cannot run), or "auto": Triton on CUDA devices where it
                 can run, else torch. Decided for `device` and `dtype` as given here.
@@ -65,6 +82,9 @@ class Loading:
             mtp=mtp,
             strict_config=strict_config,
             progress=progress,
+            layers=layers,
+            mesh=mesh,
+            placing={"device_map": device_map, "max_memory": max_memory, "experts": experts, "hot_experts": hot_experts},
             hub={"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only},
         )
 
@@ -89,6 +109,8 @@ class Loading:
         return pretrained.from_transformers(cls, hf_model)
 
     kernels = "auto"
+    # Of a model whose weights are in several places (`dsv4.placed.Placed`).
+    placed = None
 
     def use_kernels(self, kernels: str) -> Self:
         """Choose what computes the fused ways: "auto" (again after each move or cast), "torch", "triton".
@@ -101,6 +123,11 @@ class Loading:
         return self
 
     def _apply(self, fn, recurse=True):
+        if self.placed is not None:
+            raise ValueError(
+                "this model's weights are where device_map= or experts= put them and keep their dtype; to move or cast it, load it again "
+                "with other arguments (device_map=, experts=, dtype=)"
+            )
         super()._apply(fn, recurse)
         return self.use_kernels("auto") if self.kernels == "auto" else self
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from dsv4.ablation import Ablating
-from dsv4.block import Block
+from dsv4.block import Block, Blocks
 from dsv4.call import Call, plan
+from dsv4.compiling import Compiling
 from dsv4.config import Dsv4Config
 from dsv4.freezing import Freezing
 from dsv4.generate import Generating
@@ -48,7 +49,7 @@ class Head(Linear):
         return torch.cat([nn.functional.linear(x, rows.to(x.dtype)) for rows in self.weight.split(HEAD_ROWS)], dim=-1)
 
 
-class Dsv4(Watching, Interventions, Ablating, Freezing, KnockingOut, Splicing, Patching, Generating, Loading, Probed):
+class Dsv4(Watching, Interventions, Ablating, Freezing, KnockingOut, Splicing, Patching, Generating, Compiling, Loading, Probed):
     """The model. Build it with `from_pretrained`, `from_config` or `from_transformers`.
 
     Calling it returns logits [b, s, vocab] float32. Values are named by their module path (`model.hook_dict`); read them with
@@ -62,7 +63,7 @@ class Dsv4(Watching, Interventions, Ablating, Freezing, KnockingOut, Splicing, P
         # Not by its constructor, which draws from the global generator.
         rows = torch.empty(config.vocab_size, config.hidden_size, dtype=torch.float32)
         self.embed_tokens = nn.Embedding.from_pretrained(rows, freeze=False)
-        self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
+        self.layers = Blocks(Block(config, i) for i in range(config.num_hidden_layers))
         self.hc_head = HyperHead(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Head(config.hidden_size, config.vocab_size)
@@ -80,6 +81,8 @@ class Dsv4(Watching, Interventions, Ablating, Freezing, KnockingOut, Splicing, P
 
         self.stage = Stage()
         self.skipped: frozenset[int] = frozenset()
+        # What this process holds, where the model is spread over a mesh (dsv4.parallel).
+        self.spread = None
         self.input_size: tuple[int, int] | None = None
         self.name_points()
         self.eval()
@@ -109,6 +112,17 @@ class Dsv4(Watching, Interventions, Ablating, Freezing, KnockingOut, Splicing, P
         Returns:
             logits [b, s or n, vocab] float32, or streams [b, s, n, hidden] with stop_at_layer.
         """
+        if torch.compiler.is_compiling():
+            return self.traced(
+                input,
+                attention_mask=attention_mask,
+                input_ids=input_ids,
+                inputs_embeds=inputs_embeds,
+                kv_cache=kv_cache,
+                logits_to_keep=logits_to_keep,
+                start_at_layer=start_at_layer,
+                stop_at_layer=stop_at_layer,
+            )
         self._check_span(start_at_layer, stop_at_layer)
         inputs = resolve(
             self,
@@ -129,6 +143,9 @@ class Dsv4(Watching, Interventions, Ablating, Freezing, KnockingOut, Splicing, P
                 kv_cache.admit(self, inputs, partial=partial)
             with nullcontext() if kv_cache is None else kv_cache.in_use():
                 self.notice_listeners()
+                if self._runs_compiled(inputs, kv_cache):
+                    self.input_size = inputs.size
+                    return self.decode(inputs.ids, inputs.valid[:, 0], inputs.valid[:, 0].tolist(), kv_cache)
                 past = [0] * inputs.size[0] if kv_cache is None else kv_cache.length.tolist()
                 call = plan(self.config, self.rotary, inputs.ids, inputs.valid, past)
                 self.input_size = inputs.size
@@ -149,8 +166,10 @@ class Dsv4(Watching, Interventions, Ablating, Freezing, KnockingOut, Splicing, P
         for i in range(start, self.num_layers if stop is None else stop):
             if i not in self.skipped:
                 streams = self.layers[i](streams, call, None if kv is None else kv.layers[i])
+        streams = self.layers.leave(streams)
         if stop is not None:
             return streams.contiguous()
+        streams = streams.to(call.valid.device)
         weights = tap.readout_weights(self.hc_head.weights(streams))
         x = tap.readout(collapse(streams, weights))
         x = tap.final_norm_output(self.norm(x))
@@ -168,6 +187,17 @@ class Dsv4(Watching, Interventions, Ablating, Freezing, KnockingOut, Splicing, P
         x = self.tap.token_embeddings(self.embed_tokens(call.input_ids) if embeddings is None else embeddings)
         return x.unsqueeze(2).expand(-1, -1, self.streams, -1).contiguous()
 
+    def _runs_compiled(self, inputs, kv_cache) -> bool:
+        """Whether this call is a decoding step for what `compile_decode` made."""
+        return (
+            self.compiled_step is not None
+            and kv_cache is not None
+            and inputs.size[1] == 1
+            and inputs.hidden is None
+            and not torch.is_grad_enabled()
+            and not self.is_listened_to
+        )
+
     def _check_span(self, start: int | None, stop: int | None) -> None:
         """ValueError unless 0 <= start <= stop <= num_layers; None leaves an end open."""
         for name, layer, first in (("start_at_layer", start, 0), ("stop_at_layer", stop, start or 0)):
@@ -176,7 +206,8 @@ class Dsv4(Watching, Interventions, Ablating, Freezing, KnockingOut, Splicing, P
 
     def new_kv_cache(self, batch_size: int = 1, max_length: int = 4096, *, rewind: int | None = None) -> KVCache:
         """An empty KVCache of this model's config, dtype and device."""
-        return KVCache(self.config, batch_size, max_length, device=self.device, dtype=self.dtype, rewind=rewind)
+        device = self.device if self.placed is None else self.placed.devices
+        return KVCache(self.config, batch_size, max_length, device=device, dtype=self.dtype, rewind=rewind)
 
     # Names.
 
@@ -186,6 +217,7 @@ class Dsv4(Watching, Interventions, Ablating, Freezing, KnockingOut, Splicing, P
             if isinstance(module, HookPoint):
                 module.name = path
                 object.__setattr__(module, "stage", self.stage)
+        object.__setattr__(self, "_probed", [m for m in self.modules() if isinstance(m, Probed)])
 
     def notice_listeners(self) -> None:
         for module in self.probed:
@@ -193,8 +225,6 @@ class Dsv4(Watching, Interventions, Ablating, Freezing, KnockingOut, Splicing, P
 
     @property
     def probed(self) -> Iterable[Probed]:
-        if "_probed" not in self.__dict__:
-            object.__setattr__(self, "_probed", [m for m in self.modules() if isinstance(m, Probed)])
         return self._probed
 
     # Sizes, under the names of the field.
@@ -211,8 +241,9 @@ class Dsv4(Watching, Interventions, Ablating, Freezing, KnockingOut, Splicing, P
     top_k = property(lambda self: self.config.num_experts_per_tok)
     streams = property(lambda self: self.config.hc_mult)
     layer_types = property(lambda self: self.config.layer_types)
-    device = property(lambda self: self.embed_tokens.weight.device)
-    dtype = property(lambda self: self.embed_tokens.weight.dtype)
+    is_spread = property(lambda self: self.spread is not None and self.spread.dims.world.size() > 1)
+    device = property(lambda self: self.embed_tokens.weight.device if self.placed is None else self.placed.main)
+    dtype = property(lambda self: self.embed_tokens.weight.dtype if self.placed is None else self.placed.dtype)
 
 
 def _kept(n: int | None, s: int) -> int | None:

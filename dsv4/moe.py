@@ -80,7 +80,7 @@ class Moe(Probed):
         indices = self.indices(scores, call)
         weights = tap.expert_weights(self.router.weights(scores, indices))
         routed = self.spelled_experts if self.listened & EXPERT_VALUES else self.fused_experts
-        routed = tap.routed_output(routed(x, indices, weights))
+        routed = tap.routed_output(routed(x, indices, weights, call))
         shared = self.spelled_shared if self.listened & SHARED_VALUES else self.shared_experts
         return tap.mlp_output(routed + tap.shared_expert_output(shared(x)))
 
@@ -96,11 +96,13 @@ class Moe(Probed):
                 )
         return written
 
-    def fused_experts(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        return self.experts(x, indices, weights).to(x.dtype)
+    def fused_experts(self, x: Tensor, indices: Tensor, weights: Tensor, call: Call) -> Tensor:
+        """[b s hidden]. Device code leaves padding out, which then gets zeros; torch computes it as the spelled-out way does."""
+        valid = None if self.experts.backend == "torch" else call.without_padding
+        return self.experts(x, indices, weights, valid).to(x.dtype)
 
-    def spelled_experts(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        """Every slot's values in [b s top_k ...], then their sum."""
+    def spelled_experts(self, x: Tensor, indices: Tensor, weights: Tensor, call: Call) -> Tensor:
+        """Every slot's values in [b s top_k ...], padding's too, then their sum."""
         tap = self.tap
         gate, up = self.experts.slot_gate_up(x, indices)
         gate, up = tap.expert_gate(gate), tap.expert_up(up)

@@ -27,35 +27,81 @@ WEIGHTS = ("native", "dequantized")
 LONG_LOAD = 1 << 30
 
 
-def load(cls, repo_or_path, *, dtype, device, weights, kernels, numerics, mtp, strict_config, progress, hub: dict[str, Any]):
+def load(
+    cls,
+    repo_or_path,
+    *,
+    dtype,
+    device,
+    weights,
+    kernels,
+    numerics,
+    mtp,
+    strict_config,
+    progress,
+    layers,
+    placing,
+    mesh,
+    hub: dict[str, Any],
+):
     """The body of `Dsv4.from_pretrained`."""
+    from dsv4 import parallel
     from dsv4.convert import open_checkpoint
     from dsv4.convert.hub import fetch
+    from dsv4.placed import decide, layer_of
+    from dsv4.placement import prefix
 
     _supported(weights, numerics, mtp)
-    _kernels_run(kernels, device)
+    if mesh is not None:
+        device = _device_of(mesh, device, placing)
+    if placing["device_map"] is None:
+        _kernels_run(kernels, device)
     folder = fetch(repo_or_path, **hub)
     checkpoint = open_checkpoint(folder, strict_config=strict_config).check()
     config: Dsv4Config = checkpoint.config
     stored = {name: form for name, form in checkpoint.formats.items() if form != "dense"}
     native = weights == "native" or (weights is None and bool(stored))
     dtype = dtype or config.torch_dtype
-    config = replace(config, torch_dtype=dtype)
+    config = replace(prefix(config, layers), torch_dtype=dtype)
+    placed = decide(checkpoint, config.num_hidden_layers, dtype, native, device=device, **placing)
     with torch.device("meta"):
         model = cls(config)
     if native:
         for name, form in stored.items():
-            keep_stored(model, name, form)
+            if layer_of(name) < config.num_hidden_layers:
+                keep_stored(model, name, form)
+    spread = None if mesh is None else parallel.spread(model, mesh)
+    device = device if placed is None else placed.main
     use_kernels(model, kernels, device, dtype)
     print(f"{repo_or_path}: {checkpoint.summary()}; weights {'native' if native else 'dequantized'}, {dtype}", file=sys.stderr)
-    total = sum(piece.nbytes for source in checkpoint.sources.values() for piece in source.pieces)
+    if config.num_hidden_layers < checkpoint.config.num_hidden_layers:
+        print(
+            f"blocks 0 to {config.num_hidden_layers - 1} of {checkpoint.config.num_hidden_layers}: logits read the streams that leave the "
+            "last of them, and are not the model's",
+            file=sys.stderr,
+        )
+    for line in [] if placed is None else placed.placement.lines():
+        print(f"  {line}", file=sys.stderr)
+
+    def reads(name: str) -> bool:
+        layer = layer_of(name)
+        if layer >= config.num_hidden_layers or (spread is not None and layer >= 0 and layer not in spread.layers):
+            return False
+        return placed is None or placed.reads(name)
+
+    cuts = {} if spread is None else spread.cuts
+    total = checkpoint.nbytes(wanted=reads, cuts=cuts)
     show = total > LONG_LOAD if progress is None else progress
     with tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=not show) as bar:
-        for name, tensor in checkpoint.tensors(dtype=dtype, native=native, progress=lambda done, _: bar.update(done - bar.n)):
-            put(model, name, tensor if device is None else tensor.to(device))
+        show_read = lambda done, _: bar.update(done - bar.n)  # noqa: E731
+        for name, tensor in checkpoint.tensors(dtype=dtype, native=native, wanted=reads, cuts=cuts, progress=show_read):
+            where = device if placed is None else placed.place(name)
+            put(model, name, tensor if where is None else tensor.to(where))
     for module in model.modules():
         if isinstance(module, Rotary):
             module.reset(device)
+    if placed is not None:
+        placed.apply(model)
     left = [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
     assert not left, f"the checkpoint plan left {left[:10]} unfilled"
     model.tokenizer = Tokenizer.from_folder(folder, config)
@@ -88,6 +134,16 @@ def use_kernels(model, kernels: str, device: str | torch.device | None, dtype: t
             raise _cannot_run(reason)
         module.backend = "triton" if asks and reason is None else "torch"
     model.kernels = kernels
+
+
+def _device_of(mesh, device, placing: dict[str, Any]) -> torch.device:
+    """Where this process of a mesh computes; ValueError for arguments that say otherwise."""
+    if placing["device_map"] is not None or placing["experts"] != "resident":
+        raise ValueError("mesh= spreads the weights over processes and keeps them on their devices: leave device_map= and experts= out")
+    found = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
+    if device is not None and torch.device(device).type != found.type:
+        raise ValueError(f"device={device!r} with a mesh of {mesh.device_type}: leave device= out")
+    return found
 
 
 def _kernels_run(kernels: str, device: str | torch.device | None) -> None:
@@ -146,6 +202,10 @@ def keep_stored(model: nn.Module, name: str, form: str) -> None:
 
 def dequantize(model):
     """The body of `Dsv4.dequantize`."""
+    if model.is_spread:
+        raise ValueError('dequantize: each process holds a part of this model; load it with weights="dequantized" instead')
+    if model.placed is not None:
+        raise ValueError('dequantize: weights of this model stay on the host or on disk; load it with weights="dequantized" instead')
     for name, module in list(model.named_modules()):
         if isinstance(module, StoredExperts | Fp8Linear):
             model.set_submodule(name, module.dequantized(model.dtype))
@@ -156,7 +216,10 @@ def save(model, folder: str | Path, *, format: str, overwrite: bool) -> None:
     """The body of `Dsv4.save_pretrained`."""
     from dsv4.convert.writer import write_checkpoint
 
-    write_checkpoint(model.state_dict(), model.config, folder, format=format, overwrite=overwrite, extra_files=model.tokenizer.files)
+    if model.is_spread:
+        raise ValueError("save_pretrained: each process holds a part of this model; save it from one process that loaded all of it")
+    state = model.state_dict() if model.placed is None else model.placed.tensors(model)
+    write_checkpoint(state, model.config, folder, format=format, overwrite=overwrite, extra_files=model.tokenizer.files)
 
 
 def from_transformers(cls, hf_model):

@@ -49,7 +49,8 @@ class Reading:
             raise ValueError(f"{name} is a list of steps; generate with align=True to analyse it")
         for i in self._missing_axes[name]:
             value = value.unsqueeze(i)
-        return value
+        # Values of a model on several devices come together where the positions are.
+        return value.to(self.positions.device)
 
     def holding(self, leaf: str) -> list[int]:
         """Layers whose value of this leaf name was captured."""

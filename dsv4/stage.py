@@ -5,12 +5,14 @@ A run is one forward. One at a time: the points are the model's, so a second run
 
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import Tensor
 
+T = TypeVar("T")
 _CLAIM = threading.Lock()
 
 BEFORE_BLOCKS = ("input_ids", "attention_mask", "token_embeddings")
@@ -107,6 +109,18 @@ class Stage:
             why = span.missing(name, layer) or otherwise
             # The caller's line lies above this function, forward and the two frames of Module.__call__.
             warnings.warn(f"the {kind} at {name} never fired in this run: {why}", UserWarning, stacklevel=5)
+
+    # Of one process; `dsv4.mesh_stage` says the same for those of a mesh.
+
+    is_first, is_many = True, False
+
+    def together(self, do: Callable[[], T]) -> T:
+        """do(), which raises on every process when it raises on one."""
+        return do()
+
+    def drawn(self, x: Tensor) -> Tensor:
+        """What was drawn at random, the same on every process."""
+        return x
 
     @contextmanager
     def replay(self, call, kept: Tensor | None, step: int) -> Iterator[None]:

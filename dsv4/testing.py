@@ -36,6 +36,9 @@ LIMITS: Mapping[str, Limit] = {
     # a run in which everything is watched against the plain run
     "watched": Limit(relative=1e-5),
     "watched gradient": Limit(relative=1e-4),
+    # values and gradients of a model spread over processes, whose sums have another order
+    "spread": Limit(relative=1e-5),
+    "spread gradient": Limit(relative=1e-4),
     # a patched run behind a prefix of the unpatched one, against all tokens
     "reused prefix": Limit(relative=1e-5),
     # root mean square of normed queries: eps over their mean square

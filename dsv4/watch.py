@@ -20,6 +20,7 @@ from dsv4.support import support
 from dsv4.table import Table
 
 AUTO = "auto"
+RANKS = ("all", "first")
 INPUT_KEYWORDS = ("attention_mask", "input_ids", "inputs_embeds", "start_at_layer", "stop_at_layer")
 RUN_KEYWORDS = (*INPUT_KEYWORDS, "kv_cache", "logits_to_keep")
 
@@ -116,6 +117,7 @@ class Watching:
         to=None,
         detach: bool = True,
         max_bytes: int | str | None = AUTO,
+        ranks: str = "all",
         **run,
     ) -> tuple[Tensor, ActivationCache]:
         """One run and its values.
@@ -128,27 +130,37 @@ class Watching:
             detach: False keeps the autograd graph.
             max_bytes: more than this is refused before anything runs, with the bytes of every name; default half of the free memory,
                 None for no limit.
+            ranks: on a mesh, which processes get the values: "all", or "first", which leaves the others an empty cache. to= needs "first".
         Returns:
             (logits or streams, ActivationCache).
         """
         _known(run)
         if to is not None and not detach:
             raise ValueError("to= writes values to disk and cannot keep their graph: drop detach=False or to=")
+        if ranks not in RANKS:
+            raise ValueError(f'ranks={ranks!r}: expected "all" or "first"')
+        if to is not None and ranks == "all" and self.stage.is_many:
+            raise ValueError('to= writes one file, and the processes of a mesh would all write it: pass ranks="first"')
+        keeps = ranks == "all" or self.stage.is_first
         pos = as_pos(pos)
         with self.stage.reserve():
             inputs = self._resolve(input, run)
             span = Span(run.get("start_at_layer"), run.get("stop_at_layer"), self.skipped, inputs.ids is not None)
             chosen = self._reached(_one(names, names_filter, "names", "names_filter"), span)
             if to is None and max_bytes is not None:
-                self._check_budget(chosen, inputs, run, pos, device, max_bytes)
+                self.stage.together(lambda: keeps and self._check_budget(chosen, inputs, run, pos, device, max_bytes))
             axes = {n: _kept_axes(self.hook_dict[n].axes, pos) for n in chosen}
-            if to is None:
+            if to is not None and not keeps:
+                # The process that keeps them may find that the file exists.
+                self.stage.together(lambda: None)
+            if to is None or not keeps:
                 held: dict[str, Tensor] = {}
-                capture = Capture(held.__setitem__, pos=pos, device=device, detach=detach)
+                store = held.__setitem__ if keeps else _drop
+                capture = Capture(store, pos=pos, device=device, detach=detach)
                 out, origin = self._capture(capture, chosen, input, run)
-                values = {n: held[n] for n in chosen}
+                values = {n: held[n] for n in chosen if keeps}
                 return out, ActivationCache(values, axes, capture.positions, self.num_layers, origin, self)
-            with StreamWriter(to, axes, self.num_layers, self.hook_dict) as writer:
+            with self.stage.together(lambda: StreamWriter(to, axes, self.num_layers, self.hook_dict)) as writer:
                 capture = Capture(writer.write, pos=pos)
                 out, writer.origin = self._capture(capture, chosen, input, run)
                 writer.positions = capture.positions
@@ -205,6 +217,10 @@ class Watching:
         kv, keep = run.get("kv_cache"), run.get("logits_to_keep") or None
         past = 0 if kv is None else max(kv.length.tolist())
         budget.check(budget.sizes(self.config, names, self.dtype, *inputs.size, pos=pos, past=past, keep=keep), limit)
+
+
+def _drop(name: str, value: Tensor) -> None:
+    """What a process does with a value that another one keeps."""
 
 
 def _known(run: dict) -> None:

@@ -11,6 +11,8 @@ ARCHITECTURES = {(8, 0): "sm_80", (9, 0): "sm_90", (10, 0): "sm_100"}
 INTERPRETER = "interpreter"
 # As the decorators of this process saw it: changing the variable later changes nothing.
 INTERPRETED = triton.knobs.runtime.interpret
+# Of a device that the interpreter stands for: few, so that small cases are shared among programs and larger ones are not.
+INTERPRETED_PROCESSORS = 12
 # Rows that start at multiples of so many bytes are read in vectors.
 ALIGNMENT = 16
 
@@ -40,6 +42,14 @@ def refusal(device: torch.device) -> str | None:
 def architecture(device: torch.device) -> str:
     """The name under which launch tables list a device that is not refused."""
     return INTERPRETER if INTERPRETED else ARCHITECTURES[torch.cuda.get_device_capability(device)]
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """How many programs of a full tile run at a time."""
+    if INTERPRETED:
+        return INTERPRETED_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def aligned_rows(x: Tensor) -> Tensor:

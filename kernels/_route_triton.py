@@ -1,5 +1,5 @@
 """Device code that sorts slots by expert in one launch: `sort_by_expert` and `tiles_of` of
-dsv4.kernels.grouped_experts, to the last index.
+dsv4.kernels.routing, to the last index.
 
 A sort and the arithmetic around it are some twenty launches, which decoding a token would mostly
 wait for. Here each slot counts those that come before it.
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.kernels.grouped_experts import most_tiles, sort_by_expert, tiles_of
+from dsv4.kernels.routing import most_tiles, sort_by_expert, tiles_of
 
 # Slots that a program ranks; slots, and tiles, that the last program takes at a time; warps.
 RANKED, COUNTED, WARPS = 128, 32, 8

@@ -116,7 +116,7 @@ def backward_kernel(
         keys, seen, place = keys_of_tile(
             tile, position, first, last, closed, listed, window_tiles, window, entry_count,
             token_rows, entry_rows, position_row, selection_row, token_k, entry_e,
-            SELECTED, D, BLOCK_D, BLOCK_K,
+            SELECTED, False, D, BLOCK_D, BLOCK_K,
         )  # fmt: skip
         weights = tl.full([BLOCK_N, BLOCK_K], 0.0, tl.float32).to(NARROW)
         score_grad = tl.full([BLOCK_N, BLOCK_K], 0.0, tl.float32).to(NARROW)
@@ -137,8 +137,8 @@ def backward_kernel(
         else:
             query_grad = product(score_grad, keys, query_grad, WIDEN)
     if not OF_KEYS:
-        to = (row * heads + n)[:, None] * D + d[None, :]
-        tl.store(query_grad_ptr + to, query_grad.to(query_grad_ptr.dtype.element_ty), mask=of_row)
+        to = query_grad_ptr + row * heads * D + (n[:, None] * D + d[None, :])
+        tl.store(to, query_grad.to(query_grad_ptr.dtype.element_ty), mask=of_row)
 
 
 def supports(device: torch.device) -> bool:

@@ -29,8 +29,8 @@ class Launch:
     Attributes:
         heads, keys: rows of the queries' and of the keys' tile.
         warps: of a program.
-        stages: tiles in flight where a selection has to arrive before the rows it names. Dense
-            entries need one less for as many rows in flight.
+        stages: tiles in flight where a selection, or the positions of a ring, have to arrive before
+            the rows that they name. Elsewhere one less is as many rows in flight.
     """
 
     heads: int
@@ -113,9 +113,13 @@ def extent(
 def keys_of_tile(
     tile, position, first, last, closed, listed, window_tiles, window, entry_count,
     token_rows, entry_rows, position_row, selection_row, token_k, entry_e,
-    SELECTED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+    SELECTED: tl.constexpr, RING: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """(keys [BLOCK_K, BLOCK_D], which of them the query sees, their rows in their tensor)."""
+    """(keys [BLOCK_K, BLOCK_D], which of them the query sees, their rows in their tensor).
+
+    A ring may hold anything where it holds no token the query sees: there it is not read.
+    """
     k = tl.arange(0, BLOCK_K)
     d = tl.arange(0, BLOCK_D)
     column = first + tile * BLOCK_K + k
@@ -134,9 +138,60 @@ def keys_of_tile(
     base = tl.multiple_of(tl.where(is_window, token_rows, entry_rows), 16)
     step = tl.where(is_window, token_k, entry_e)
     place = tl.where(is_window, column, entry).to(tl.int64)
-    read = (in_window | seen_entry)[:, None] & (d < D)[None, :]
+    seen = seen_token | seen_entry
+    read = (seen if RING else in_window | seen_entry)[:, None] & (d < D)[None, :]
     keys = tl.load(base + (place * step)[:, None] + d[None, :], mask=read, other=0.0)
-    return keys, seen_token | seen_entry, place
+    return keys, seen, place
+
+
+@triton.jit
+def attend(
+    q, first_tile, end_tile, scale,
+    position, first, last, closed, listed, window_tiles, window, column_count, entry_count, slot_count,
+    token_rows, entry_rows, position_row, selection_row, token_k, entry_e,
+    SELECTED: tl.constexpr, RING: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr,
+    NARROW: tl.constexpr,
+):  # fmt: skip
+    """(largest score in base 2, sum of 2^(score - largest), that sum over the keys) of these tiles."""
+    to_base2 = scale * LOG2E
+    largest = tl.full([BLOCK_N], LOWEST, tl.float32)
+    total = tl.full([BLOCK_N], 0.0, tl.float32)
+    mixed = tl.full([BLOCK_N, BLOCK_D], 0.0, tl.float32)
+    # mixed[n, d] = sum over k of exp(scale * sum over d' of q[n, d'] keys[k, d']) * keys[k, d]
+    # Where rows are named by what is read, without hoisting: addresses kept for each step would spill.
+    for tile in tl.range(first_tile, end_tile, num_stages=STAGES, disable_licm=SELECTED or RING):
+        keys, seen, _ = keys_of_tile(
+            tile, position, first, last, closed, listed, window_tiles, window, entry_count,
+            token_rows, entry_rows, position_row, selection_row, token_k, entry_e,
+            SELECTED, RING, D, BLOCK_D, BLOCK_K,
+        )  # fmt: skip
+        weights = tl.full([BLOCK_N, BLOCK_K], 0.0, tl.float32).to(NARROW)
+        fade = tl.full([BLOCK_N], 1.0, tl.float32)
+        # Always true, which the compiler cannot know. Chained products are laid out with each warp
+        # group computing every score; a product of its own inside a branch is shared among them.
+        if column_count + entry_count + slot_count > tile:
+            scores = product(q, tl.trans(keys), None, WIDEN) * to_base2
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+            new_largest = tl.maximum(largest, tl.max(scores, 1))
+            fade = tl.exp2(largest - new_largest)
+            exact = tl.exp2(scores - new_largest[:, None])
+            total = total * fade + tl.sum(exact, 1)
+            largest = new_largest
+            weights = exact.to(NARROW)
+        mixed = product(weights, keys, mixed * fade[:, None], WIDEN)
+    return largest, total, mixed
+
+
+@triton.jit
+def factors(largest, total, sink):
+    """(what the mixed keys are multiplied with, log-sum-exp of the scores); the sink is in base 2."""
+    top = tl.maximum(largest, sink)
+    share = tl.exp2(largest - top)
+    whole = total * share + tl.exp2(sink - top)
+    saw = total > 0
+    lse = tl.where(saw, (largest + tl.log2(tl.where(saw, total, 1.0))) / LOG2E, float("-inf"))
+    return share / tl.where(whole > 0, whole, 1.0), lse
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -162,50 +217,26 @@ def forward_kernel(
         position, query, query_count, column_count, back, rate, entry_count, slot_count,
         SELECTED, BLOCK_K,
     )  # fmt: skip
-    token_rows = token_ptr + batch * token_b
-    entry_rows = entry_ptr + batch * entry_b
-    position_row = token_position_ptr + batch * token_position_b
-    selection_row = selection_ptr + batch * selection_b + query.to(tl.int64) * selection_s
-
-    to_base2 = scale * LOG2E
-    largest = tl.full([BLOCK_N], LOWEST, tl.float32)
-    total = tl.full([BLOCK_N], 0.0, tl.float32)
-    mixed = tl.full([BLOCK_N, BLOCK_D], 0.0, tl.float32)
-    # mixed[n, d] = sum over k of exp(scale * sum over d' of q[n, d'] keys[k, d']) * keys[k, d]
-    for tile in tl.range(0, tiles, num_stages=STAGES):
-        keys, seen, _ = keys_of_tile(
-            tile, position, first, last, closed, listed, window_tiles, window, entry_count,
-            token_rows, entry_rows, position_row, selection_row, token_k, entry_e,
-            SELECTED, D, BLOCK_D, BLOCK_K,
-        )  # fmt: skip
-        weights = tl.full([BLOCK_N, BLOCK_K], 0.0, tl.float32).to(NARROW)
-        fade = tl.full([BLOCK_N], 1.0, tl.float32)
-        # Always true, which the compiler cannot know. Chained products are laid out with each warp
-        # group computing every score; a product of its own inside a branch is shared among them.
-        if column_count + entry_count + slot_count > tile:
-            scores = product(q, tl.trans(keys), None, WIDEN) * to_base2
-            scores = tl.where(seen[None, :], scores, float("-inf"))
-            new_largest = tl.maximum(largest, tl.max(scores, 1))
-            fade = tl.exp2(largest - new_largest)
-            exact = tl.exp2(scores - new_largest[:, None])
-            total = total * fade + tl.sum(exact, 1)
-            largest = new_largest
-            weights = exact.to(NARROW)
-        mixed = product(weights, keys, mixed * fade[:, None], WIDEN)
-
+    largest, total, mixed = attend(
+        q, 0, tiles, scale,
+        position, first, last, closed, listed, window_tiles, window,
+        column_count, entry_count, slot_count,
+        token_ptr + batch * token_b, entry_ptr + batch * entry_b,
+        token_position_ptr + batch * token_position_b,
+        selection_ptr + batch * selection_b + query.to(tl.int64) * selection_s,
+        token_k, entry_e,
+        SELECTED, False, D, BLOCK_D, BLOCK_N, BLOCK_K, STAGES, WIDEN, NARROW,
+    )  # fmt: skip
     sink = tl.load(sink_ptr + n, mask=n < heads, other=0.0) * LOG2E
-    top = tl.maximum(largest, sink)
-    share = tl.exp2(largest - top)
-    whole = total * share + tl.exp2(sink - top)
-    mixed = mixed * (share / tl.where(whole > 0, whole, 1.0))[:, None]
-    to = (row * heads + n)[:, None] * D + d[None, :]
-    tl.store(out_ptr + to, mixed.to(out_ptr.dtype.element_ty), mask=of_row)
-    saw = total > 0
-    lse = tl.where(saw, (largest + tl.log2(tl.where(saw, total, 1.0))) / LOG2E, float("-inf"))
-    tl.store(lse_ptr + row * heads + n, lse, mask=n < heads)
+    factor, lse = factors(largest, total, sink)
+    to = row * heads + n
+    tl.store(lse_ptr + to, lse, mask=n < heads)
+    mixed = (mixed * factor[:, None]).to(out_ptr.dtype.element_ty)
+    of_row = (n < heads)[:, None] & (d < D)[None, :]
+    tl.store(out_ptr + to[:, None] * D + d[None, :], mixed, mask=of_row)
 
 
-def options(launch: Launch, width: int, is_selected: bool) -> dict:
+def options(launch: Launch, width: int, is_selected: bool, is_ring: bool = False) -> dict:
     """The constants of a kernel and the compiler's options."""
     return {
         "SELECTED": is_selected,
@@ -213,7 +244,7 @@ def options(launch: Launch, width: int, is_selected: bool) -> dict:
         "BLOCK_D": max(MIN_TILE, triton.next_power_of_2(width)),
         "BLOCK_N": launch.heads,
         "BLOCK_K": launch.keys,
-        "STAGES": launch.stages if is_selected else launch.stages - 1,
+        "STAGES": launch.stages if is_selected or is_ring else launch.stages - 1,
         # The interpreter takes the bits of 16-bit floats for integers.
         "WIDEN": INTERPRETED,
         "num_warps": launch.warps,

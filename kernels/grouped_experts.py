@@ -15,16 +15,21 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.functional import silu
 
 from dsv4.kernels.backend import BACKENDS, available
-from dsv4.kernels.grouped_linear import coded_linear, grouped_linear
+from dsv4.kernels.grouped_linear import coded_linear, grouped_outer, grouped_product, is_eager
 from dsv4.kernels.numeric import wide
-from dsv4.kernels.quantize import fp4_scale_shape, fp8_scale_shape
+from dsv4.kernels.quantize import as_quantized, fp4_scale_shape, fp8_scale_shape
+from dsv4.kernels.routing import slots_in_order, sort_by_expert
 
 # Slots go through the experts in chunks that hold about this many floats of width H, but not fewer than ROWS for each expert.
 CHUNK = 1 << 22
 ROWS = 64
+# Up to so many slots the matrices of each are gathered, where nothing may be read back.
+FEW_SLOTS = 32
+NUMERICS = ("exact", "deployed")
 # Dtypes of codes -> what the weights are called.
 FORMS = {torch.float8_e4m3fn: "fp8", torch.int8: "fp4"}
 
@@ -41,7 +46,7 @@ class Bank(Protocol):
         """rows [n I] sorted by expert -> [n H]."""
 
     def stored(self, dtype: torch.dtype) -> "Stored":
-        """The matrices as they are held; dense ones in `dtype`. Asked for by backend="triton" alone."""
+        """The matrices as they are held; dense ones in `dtype`. Not asked for where gradients of the bank are."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,23 @@ class Stored:
         return self
 
     def _product(self, rows: Tensor, ends: Tensor, codes: Tensor, scale: Tensor | None, parts: int) -> Tensor:
-        return grouped_linear(rows, codes, ends) if scale is None else coded_linear(rows, codes, scale, ends, parts, False)
+        return grouped_product(rows, codes, ends) if scale is None else coded_linear(rows, codes, scale, ends, parts, False)
+
+
+class Deployed:
+    """A bank of FP8 codes over rows rounded to E4M3."""
+
+    def __init__(self, bank: Bank, dtype: torch.dtype):
+        form = bank.stored(dtype).form
+        if form != "fp8":
+            raise ValueError(f'numerics="deployed" is for fp8 experts, and these are {form}; use numerics="exact"')
+        self.bank, self.num_experts = bank, bank.num_experts
+
+    def gate_up(self, rows: Tensor, ends: Tensor) -> Tensor:
+        return self.bank.gate_up(as_quantized(rows), ends)
+
+    def down(self, rows: Tensor, ends: Tensor) -> Tensor:
+        return self.bank.down(as_quantized(rows), ends)
 
 
 def clamp_gate(gate: Tensor, limit: float) -> Tensor:
@@ -104,68 +125,65 @@ def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     return neurons(activation(gate, limit), up, limit)
 
 
-def sort_by_expert(indices: Tensor, num_experts: int, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """indices [t k] -> (order [n]: flat slots sorted by expert, stable; ends [E] int32: slots up to and with each expert).
-
-    The slots of tokens that are not `valid` [t] come last and belong to no expert. No size depends on the data and nothing is read
-    back from the device.
-    """
-    flat, bins = indices.flatten(), num_experts
-    if valid is not None:
-        flat, bins = indices.masked_fill(~valid.unsqueeze(-1), num_experts).flatten(), num_experts + 1
-    order = torch.argsort(flat, stable=True)
-    counts = torch.zeros(bins, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
-    return order, counts[:num_experts].cumsum(0).int()
-
-
-def tiles_of(ends: Tensor, rows: int, slots: int) -> tuple[Tensor, Tensor]:
-    """Tiles of `rows` sorted rows that never span two experts: (expert [T] int32, -1 past the last tile; first row [T] int32).
-
-    T is the most that `slots` rows in E groups can need, so that it is known without the device.
-    """
-    experts = ends.shape[0]
-    tile = torch.arange(most_tiles(experts, rows, slots), device=ends.device)
-    counts = ends.diff(prepend=ends.new_zeros(1))
-    tiles = (counts + rows - 1) // rows
-    upto = tiles.cumsum(0)
-    expert = torch.searchsorted(upto, tile, right=True)
-    group = expert.clamp(max=experts - 1)
-    first = (ends - counts)[group] + (tile - (upto - tiles)[group]) * rows
-    is_none = expert == experts
-    return expert.masked_fill(is_none, -1).int(), first.masked_fill(is_none, 0).int()
-
-
-def most_tiles(experts: int, rows: int, slots: int) -> int:
-    """Tiles of `rows` that `slots` rows need where as many groups as can be hold one row, and one group the rest."""
-    filled = min(experts, slots)
-    return (slots - filled) // rows + filled
-
-
-def slots_in_order(x: Tensor, order: Tensor) -> Tensor:
-    """Undo the sort: row r of x goes to flat slot order[r]."""
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-    return x.index_select(0, place)
-
-
-def grouped_experts(x: Tensor, indices: Tensor, weights: Tensor, bank: Bank, limit: float, backend: str = "torch") -> Tensor:
+def grouped_experts(
+    x: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    bank: Bank,
+    limit: float,
+    backend: str = "torch",
+    valid: Tensor | None = None,
+    numerics: str = "exact",
+) -> Tensor:
     """x [t H], indices [t k] int64, weights [t k] float32 -> [t H] float32: sum over slots in slot order, weight after the down product.
 
+    Args:
+        valid: [t] bool or None. A token that is not valid gets zeros and costs nothing (but on a device with backend="torch", and in a
+            compiler's graph, where leaving it out would have to wait for the data).
+        numerics: "exact", or "deployed" for FP8 banks, which changes the numbers: what a matrix multiplies is rounded to E4M3 first,
+            with a scale for each 128 numbers of a row, as served models do. Its gradient takes the rounding for the identity.
     Raises:
-        ValueError: backend="triton" where it cannot run, with the reason.
+        ValueError: backend="triton" where it cannot run, with the reason; numerics="deployed" over weights that are not FP8.
     """
+    deployed = is_deployed(numerics)
     if backend == "triton":
         stored = bank.stored(x.dtype)
-        return fused_experts(x, indices, weights, None, stored.first, stored.first_scale, stored.second, stored.second_scale, limit)
+        tensors = (stored.first, stored.first_scale, stored.second, stored.second_scale)
+        return fused_experts(x, indices, weights, valid, *tensors, limit, deployed)
     if backend != "torch":
         raise ValueError(f"backend={backend!r}: expected one of {', '.join(map(repr, BACKENDS))}")
-    t, k = indices.shape
-    step = max(1, max(CHUNK // x.shape[-1], ROWS * bank.num_experts) // k)
-    if t <= step:
-        return _grouped(x, indices, weights, bank, limit)
-    return torch.cat([_grouped(x[i : i + step], indices[i : i + step], weights[i : i + step], bank, limit) for i in range(0, t, step)])
+    bank = Deployed(bank, x.dtype) if deployed else bank
+    can_read = x.device.type == "cpu" and is_eager(x)
+    if not can_read and indices.numel() <= FEW_SLOTS:
+        stored = bank.stored(x.dtype)
+        if stored.form == "dense":
+            out = few_tokens_experts(x, indices, weights, stored.first, stored.second, limit)
+            return out if valid is None else out.masked_fill(~valid.unsqueeze(-1), 0.0)
+    if valid is None:
+        return _over_chunks(x, indices, weights, bank, limit, can_read)
+    if not can_read:
+        return _over_chunks(x, indices, weights, bank, limit, False).masked_fill(~valid.unsqueeze(-1), 0.0)
+    rows = valid.nonzero().squeeze(-1)
+    out = _over_chunks(*(t.index_select(0, rows) for t in (x, indices, weights)), bank, limit, True)
+    return out.new_zeros(x.shape).index_copy(0, rows, out)
 
 
-def refusal(backend: str, device: torch.device, dtype: torch.dtype, form: str) -> str | None:
+def few_tokens_experts(x: Tensor, indices: Tensor, weights: Tensor, first: Tensor, second: Tensor, limit: float) -> Tensor:
+    """`grouped_experts` over a dense bank [E 2I H], [E H I] by a copy of the matrices of every slot: for a few tokens.
+
+    Only operations of torch, no size that depends on the data and nothing read back, so that a compiler can take it whole (and leave
+    the copies out) and a CUDA graph can hold it. Gradients of every order, forward mode included.
+    """
+    (t, width), k, inner = x.shape, indices.shape[1], second.shape[2]
+    chosen = indices.flatten()
+    gate_up = torch.bmm(first.index_select(0, chosen).view(t, 2 * k * inner, width), x.unsqueeze(-1)).view(t, k, 2 * inner)
+    gate, up = gate_up.chunk(2, dim=-1)
+    neurons = swiglu(gate, up, limit).view(t * k, inner, 1)
+    slots = torch.bmm(second.index_select(0, chosen), neurons).view(t, k, width)
+    return (weights.unsqueeze(-2) @ wide(slots)).squeeze(-2)
+
+
+def refusal(backend: str, device: torch.device, dtype: torch.dtype, form: str, numerics: str = "exact") -> str | None:
     """None where `backend` takes activations of this device and dtype over weights of this form, else the reason it does not."""
     reason = available(backend, device)
     if reason is not None or backend == "torch":
@@ -176,7 +194,24 @@ def refusal(backend: str, device: torch.device, dtype: torch.dtype, form: str) -
         return f"its activations are {' or '.join(map(str, dtypes))}, got {dtype}"
     from dsv4.kernels import _grouped_experts_triton as device_code
 
-    return device_code.refusal(device, form)
+    return device_code.refusal(device, "fp8 x fp8" if is_deployed(numerics) else form)
+
+
+def _over_chunks(x: Tensor, indices: Tensor, weights: Tensor, bank: Bank, limit: float, can_read: bool) -> Tensor:
+    t, k = indices.shape
+    step = max(1, max(CHUNK // x.shape[-1], ROWS * bank.num_experts) // k)
+    way = _grouped
+    # Forward-mode derivatives pass through no buffer either.
+    if can_read and not isinstance(bank, Deployed) and not torch.is_grad_enabled() and forward_ad._current_level < 0:
+        from dsv4.kernels import _grouped_experts_cpu
+
+        stored = bank.stored(x.dtype)
+        if _grouped_experts_cpu.covers(stored, x):
+            way, bank = _grouped_experts_cpu.run, stored
+    if t <= step:
+        return way(x, indices, weights, bank, limit)
+    parts = (slice(i, i + step) for i in range(0, t, step))
+    return torch.cat([way(x[part], indices[part], weights[part], bank, limit) for part in parts])
 
 
 def _grouped(x: Tensor, indices: Tensor, weights: Tensor, bank: Bank, limit: float) -> Tensor:
@@ -199,26 +234,70 @@ def fused_experts(
     second: Tensor,
     second_scale: Tensor | None,
     limit: float,
+    deployed: bool = False,
 ) -> Tensor:
-    """`grouped_experts` over device code, the fields of `Stored` one by one.
+    """`grouped_experts` over device code, the fields of `Stored` one by one; deployed: numerics="deployed".
 
     Args:
         valid: [t] bool or None; a token that is not valid costs nothing and gets zeros.
     """
-    bank = Stored(first, first_scale, second, second_scale)
+    x, indices, weights, bank = _ready(x, indices, weights, valid, Stored(first, first_scale, second, second_scale), deployed)
+    from dsv4.kernels import _grouped_experts_triton as device_code
+
+    return device_code.run(x, indices, weights, valid, bank, limit, deployed)
+
+
+@fused_experts.register_fake
+def _(x, indices, weights, valid, first, first_scale, second, second_scale, limit, deployed=False):
+    return x.new_empty(x.shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("dsv4::grouped_experts_gradient", mutates_args=())
+def fused_gradient(
+    v: Tensor,
+    x: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    valid: Tensor | None,
+    first: Tensor,
+    first_scale: Tensor | None,
+    second: Tensor,
+    second_scale: Tensor | None,
+    limit: float,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """For the cotangent v [t H] of `fused_experts`: gradients of x [t H] and weights [t k], both float32; gradient of gate beside up
+    [n 2I] and neurons [n I] of the slots sorted by expert, which a dense bank's gradient is made of (empty unless `keep`).
+    """
+    x, indices, weights, bank = _ready(x, indices, weights, valid, Stored(first, first_scale, second, second_scale), False)
+    from dsv4.kernels import _grouped_experts_gradient_triton as device_code
+
+    return device_code.run(v.contiguous(), x, indices, weights, valid, bank, limit, keep)
+
+
+@fused_gradient.register_fake
+def _(v, x, indices, weights, valid, first, first_scale, second, second_scale, limit, keep):
+    n, inner = (weights.numel() if keep else 0), first.shape[1] // 2
+    wide_x = x.new_empty(x.shape, dtype=torch.float32)
+    return wide_x, torch.empty_like(weights), x.new_empty(n, 2 * inner), x.new_empty(n, inner)
+
+
+def is_deployed(numerics: str) -> bool:
+    if numerics not in NUMERICS:
+        raise ValueError(f"numerics={numerics!r}: expected one of {', '.join(map(repr, NUMERICS))}")
+    return numerics == "deployed"
+
+
+def _ready(x: Tensor, indices: Tensor, weights: Tensor, valid: Tensor | None, bank: Stored, deployed: bool):
+    """Checked, and dense in memory."""
     _check(x, indices, weights, valid, bank)
     reason = refusal("triton", x.device, x.dtype, bank.form)
     if reason is not None:
         raise ValueError(f'backend="triton": {reason}; use backend="torch" (of a model: model.use_kernels("torch"))')
-    from dsv4.kernels import _grouped_experts_triton as device_code
-
-    x, indices, weights, first, second = (t.contiguous() for t in (x, indices, weights, first, second))
-    return device_code.run(x, indices, weights, valid, Stored(first, first_scale, second, second_scale), limit)
-
-
-@fused_experts.register_fake
-def _(x, indices, weights, valid, first, first_scale, second, second_scale, limit):
-    return x.new_empty(x.shape, dtype=torch.float32)
+    if deployed and bank.form != "fp8":
+        raise ValueError(f'numerics="deployed" is for fp8 experts, and these are {bank.form}; use numerics="exact"')
+    x, indices, weights, first, second = (t.contiguous() for t in (x, indices, weights, bank.first, bank.second))
+    return x, indices, weights, Stored(first, bank.first_scale, second, bank.second_scale)
 
 
 def _check(x: Tensor, indices: Tensor, weights: Tensor, valid: Tensor | None, bank: Stored) -> None:
@@ -245,28 +324,43 @@ def _check(x: Tensor, indices: Tensor, weights: Tensor, valid: Tensor | None, ba
 
 
 def _keep(ctx, inputs, output) -> None:
-    *tensors, ctx.limit = inputs
+    *tensors, ctx.limit, ctx.deployed = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _gradient(ctx, grad: Tensor):
-    """By the torch definition, which computes the output again; where it is asked for, the gradient has a gradient."""
-    x, indices, weights, valid, first, first_scale, second, second_scale = ctx.saved_tensors
-    leaves: list[Tensor] = [x, indices, weights, valid, first, first_scale, second, second_scale]
+    """By device code; by the torch definition where the gradient is to have a gradient."""
+    if torch.is_grad_enabled():
+        return *_differentiable_gradient(ctx, grad), None, None
+    x, indices, weights, valid, *bank = ctx.saved_tensors
+    wanted = ctx.needs_input_grad
+    keep = wanted[4] or wanted[6]
+    dx, d_weights, d_gate_up, inner = fused_gradient(grad, *ctx.saved_tensors, ctx.limit, keep)
+    d_first = d_second = None
+    if keep:
+        order, ends = sort_by_expert(indices, bank[0].shape[0], valid)
+        tokens = order // indices.shape[1]
+        d_first = grouped_outer(d_gate_up, x.index_select(0, tokens), ends)
+        weighted = grad.index_select(0, tokens) * weights.flatten().index_select(0, order).unsqueeze(-1)
+        d_second = grouped_outer(weighted.to(x.dtype), inner, ends)
+    return dx.to(x.dtype), None, d_weights, None, d_first, None, d_second, None, None, None
+
+
+def _differentiable_gradient(ctx, grad: Tensor) -> list[Tensor | None]:
+    leaves: list[Tensor | None] = list(ctx.saved_tensors)
     wanted = [i for i in range(len(leaves)) if ctx.needs_input_grad[i]]
-    twice = torch.is_grad_enabled()
-    with torch.enable_grad():
-        for i in wanted:
-            leaves[i] = leaves[i].view_as(leaves[i]) if twice else leaves[i].detach().requires_grad_()
-        x, _, weights, _, *bank = leaves
-        if valid is not None:
-            x, weights = x.masked_fill(~valid.unsqueeze(-1), 0.0), weights.masked_fill(~valid.unsqueeze(-1), 0.0)
-        out = grouped_experts(x, indices, weights, Stored(*bank), ctx.limit)
-        found = torch.autograd.grad(out, [leaves[i] for i in wanted], grad, create_graph=twice)
-    grads: list[Tensor | None] = [None] * (len(leaves) + 1)
+    for i in wanted:
+        leaves[i] = leaves[i].view_as(leaves[i])
+    x, indices, weights, valid, *bank = leaves
+    if valid is not None:
+        x, weights = x.masked_fill(~valid.unsqueeze(-1), 0.0), weights.masked_fill(~valid.unsqueeze(-1), 0.0)
+    numerics = "deployed" if ctx.deployed else "exact"
+    out = grouped_experts(x, indices, weights, Stored(*bank), ctx.limit, numerics=numerics)
+    found = torch.autograd.grad(out, [leaves[i] for i in wanted], grad, create_graph=True)
+    grads: list[Tensor | None] = [None] * len(leaves)
     for i, gradient in zip(wanted, found, strict=True):
         grads[i] = gradient
-    return tuple(grads)
+    return grads
 
 
 fused_experts.register_autograd(_gradient, setup_context=_keep)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from dsv4.kernels.quantize import dequantize_fp4, dequantize_fp8
 
@@ -31,10 +32,27 @@ def grouped_linear_each(x: Tensor, matrix: Callable[[int], Tensor], ends: Tensor
     return torch.cat(parts) if parts else x.new_zeros(0, width)
 
 
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """`grouped_linear`: torch's own product where it takes part in autograd as it is, which leaves out gradients that nobody asked for."""
+    if not is_eager(x):
+        return grouped_linear(x, weight, ends)
+    # Neither product has a forward-mode derivative.
+    if forward_ad._current_level >= 0:
+        return grouped_linear_each(x, lambda e: weight[e], ends, weight.shape[1])
+    if takes_grouped(x, weight):
+        return torch.nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    return grouped_linear(x, weight, ends)
+
+
+def is_eager(x: Tensor) -> bool:
+    """Whether x is a tensor with numbers, and no compiler reads along."""
+    return not torch.compiler.is_compiling() and type(x) in (Tensor, torch.nn.Parameter)
+
+
 @torch.library.custom_op("dsv4::grouped_linear", mutates_args=())
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """x [n in] sorted by expert, weight [E out in], ends [E] int32 (cumulative row counts) -> [n out]."""
-    if x.shape[0] and _aligned(x) and _aligned(weight) and weight.shape[1] * weight.element_size() % GROUPED_ALIGNMENT == 0:
+    if takes_grouped(x, weight):
         return torch.nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     return grouped_linear_each(x, lambda e: weight[e], ends, weight.shape[1])
 
@@ -42,6 +60,11 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 @grouped_linear.register_fake
 def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[1])
+
+
+def takes_grouped(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch's grouped product takes rows like x [n in] over weight [E out in]."""
+    return bool(x.shape[0] and _aligned(x) and _aligned(weight) and weight.shape[1] * weight.element_size() % GROUPED_ALIGNMENT == 0)
 
 
 def _aligned(t: Tensor) -> bool:
@@ -107,11 +130,11 @@ def _(x, codes, scale, ends, row_parts, transposed):
     return x.new_empty(x.shape[0], _widths(codes)[transposed])
 
 
-def decode(codes: Tensor, scale: Tensor, dtype: torch.dtype, row_parts: int = 1) -> Tensor:
+def decode(codes: Tensor, scale: Tensor, dtype: torch.dtype, row_parts: int = 1, *, out: Tensor | None = None) -> Tensor:
     """The matrix of stored codes, by their dtype: float8_e4m3fn or packed FP4."""
     if codes.dtype == torch.float8_e4m3fn:
-        return dequantize_fp8(codes, scale, dtype, row_parts=row_parts)
-    return dequantize_fp4(codes, scale, dtype)
+        return dequantize_fp8(codes, scale, dtype, row_parts=row_parts, out=out)
+    return dequantize_fp4(codes, scale, dtype, out=out)
 
 
 def _widths(codes: Tensor) -> tuple[int, int]:

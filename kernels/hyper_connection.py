@@ -9,14 +9,29 @@
     written_k = sum_j comb_jk x_j + post_k out
 
 All in float32 (float64 for float64 streams), one rounding at the end. Axes: b batch, s token, n stream, h hidden.
+
+The `fused_` functions are the same as registered ops (`dsv4::hyper_read`, `dsv4::hyper_write`, `dsv4::hyper_write_read`) over device code
+that is imported when it is first asked for. A read can norm what it collapsed (`rms_norm`), in the same pass.
 """
 
+from collections import deque
 from collections.abc import Iterator
+from operator import truediv
 
 import torch
 from torch import Tensor
 
-from dsv4.kernels.numeric import wide
+from dsv4.kernels import recompute
+from dsv4.kernels.backend import available
+from dsv4.kernels.norm_rotary import rms_norm
+from dsv4.kernels.numeric import is_plain, wide
+
+# What the device code takes: a token's collapsed row stands in the registers of one program, its streams' mixing in one tile.
+DEVICE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_HIDDEN = 8192
+MAX_STREAMS = 8
+# Up to so many tokens the rounds run in Python's floats: less work than to call torch a hundred times for 16 numbers.
+FEW_TOKENS = 2
 
 
 def mix_logits(x: Tensor, fn: Tensor, rms_eps: float) -> Tensor:
@@ -44,8 +59,8 @@ def mixing_start(logits: Tensor, scale: Tensor, base: Tensor, eps: float, n: int
 def sinkhorn_rounds(start: Tensor, iters: int, eps: float) -> Tensor:
     """start [..., n, n] -> [..., iters, n, n]: slice 0 after the first column normalisation, slice t after t more (row, column) rounds."""
     n = start.shape[-1]
-    rounds = list(_rounds(start.reshape(-1, n, n).permute(1, 2, 0).contiguous(), iters, eps))
-    return torch.stack([_tokens_first(comb, start.shape[:-2]) for comb in rounds], dim=-3)
+    rounds = _every_round(start.reshape(-1, n, n).permute(1, 2, 0).contiguous(), iters, eps)
+    return rounds.permute(3, 0, 1, 2).reshape(*start.shape[:-2], iters, n, n)
 
 
 # The rounds run with the tokens on the last axis, [n, n, tokens], so that a round is a few wide vector operations. The steps above do
@@ -63,6 +78,36 @@ def _rounds(start: Tensor, iters: int, eps: float) -> Iterator[Tensor]:
     for _ in range(iters - 1):
         comb = comb / (comb.sum(1, keepdim=True) + eps)
         comb = comb / (comb.sum(0, keepdim=True) + eps)
+        yield comb
+
+
+def _every_round(start: Tensor, iters: int, eps: float) -> Tensor:
+    """[n, n, tokens] -> [iters, n, n, tokens]."""
+    if _is_few(start, eps):
+        tokens = [list(_rounds_of_one(token.tolist(), iters, eps)) for token in start.unbind(-1)]
+        return torch.tensor(tokens, dtype=start.dtype).permute(1, 2, 3, 0)
+    return torch.stack(list(_rounds(start, iters, eps)))
+
+
+def _last_round(start: Tensor, iters: int, eps: float) -> Tensor:
+    """[n, n, tokens] -> [n, n, tokens]."""
+    if _is_few(start, eps):
+        tokens = [deque(_rounds_of_one(token.tolist(), iters, eps), maxlen=1)[0] for token in start.unbind(-1)]
+        return torch.tensor(tokens, dtype=start.dtype).permute(1, 2, 0)
+    return deque(_rounds(start, iters, eps), maxlen=1)[0]
+
+
+def _is_few(start: Tensor, eps: float) -> bool:
+    # Sums of what is positive divide without a thought for zero.
+    return start.shape[-1] <= FEW_TOKENS and eps > 0 and is_plain(start) and bool(start.min() > 0)
+
+
+def _rounds_of_one(comb: list[list[float]], iters: int, eps: float) -> Iterator[list[list[float]]]:
+    for i in range(iters):
+        if i:
+            comb = [[x / total for x in row] for row in comb for total in (sum(row) + eps,)]
+        totals = [sum(column) + eps for column in zip(*comb, strict=True)]
+        comb = [list(map(truediv, row, totals)) for row in comb]
         yield comb
 
 
@@ -91,6 +136,132 @@ def read(
     logits = mix_logits(x, fn, rms_eps)
     pre = read_weights(logits[..., :n], scale[0], base[:n], eps)
     post = write_weights(logits[..., n : 2 * n], scale[1], base[n : 2 * n])
-    for comb in _rounds(_start(logits[..., 2 * n :], scale[2], base[2 * n :], eps, n), iters, eps):
-        last = comb
+    last = _last_round(_start(logits[..., 2 * n :], scale[2], base[2 * n :], eps, n), iters, eps)
     return pre, post, _tokens_first(last, x.shape[:2]), collapse(x, pre)
+
+
+def read_definition(
+    x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm: Tensor | None, iters: int, eps: float, rms_eps: float, norm_eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What `fused_read` computes, in plain torch."""
+    pre, post, comb, collapsed = read(x, fn, scale, base, iters=iters, eps=eps, rms_eps=rms_eps)
+    return pre, post, comb, collapsed, collapsed.new_empty(0) if norm is None else rms_norm(collapsed, norm, norm_eps)
+
+
+def write_read_definition(
+    x: Tensor, comb: Tensor, post: Tensor, out: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm: Tensor | None, *numbers
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What `fused_write_read` computes, in plain torch."""
+    written = write_back(x, comb, post, out)
+    return written, *read_definition(written, fn, scale, base, norm, *numbers)
+
+
+def refusal(backend: str, device: torch.device, dtype: torch.dtype, streams: int, hidden: int) -> str | None:
+    """None where `backend` takes streams of this device, dtype, number and width, else the reason it does not."""
+    reason = available(backend, device)
+    if reason is not None or backend == "torch":
+        return reason
+    if dtype not in DEVICE_DTYPES:
+        return f"its streams are {', '.join(map(str, DEVICE_DTYPES))}, got {dtype}"
+    if streams > MAX_STREAMS:
+        return f"it reads at most {MAX_STREAMS} streams, got {streams}"
+    return None if hidden <= MAX_HIDDEN else f"its streams are at most {MAX_HIDDEN} wide, got {hidden}"
+
+
+@torch.library.custom_op("dsv4::hyper_read", mutates_args=())
+def fused_read(
+    x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm: Tensor | None, iters: int, eps: float, rms_eps: float, norm_eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`read`, then `rms_norm` of what was collapsed.
+
+    Args:
+        x: [b s n h]. fn: [(2 + n) n, n h], scale [3], base [(2 + n) n], float32. norm: [h] float32, or None for no norm.
+    Returns:
+        (pre [b s n], post [b s n], comb [b s n n] float32, collapsed [b s h], normed [b s h], without a norm [0]).
+    Raises:
+        ValueError: shapes or dtypes that do not fit, or a device on which it cannot run.
+    """
+    _check(x, fn, scale, base, norm)
+    from dsv4.kernels import _hyper_connection_triton as device_code
+
+    return device_code.read(x, None, fn, scale, base, norm, iters, eps, rms_eps, norm_eps)[1:]
+
+
+@fused_read.register_fake
+def _(x, fn, scale, base, norm, iters, eps, rms_eps, norm_eps):
+    b, s, n, h = x.shape
+    mixes = [x.new_empty(b, s, *shape, dtype=torch.float32) for shape in ((n,), (n,), (n, n))]
+    return *mixes, x.new_empty(b, s, h), x.new_empty(0) if norm is None else x.new_empty(b, s, h)
+
+
+@torch.library.custom_op("dsv4::hyper_write", mutates_args=())
+def fused_write(x: Tensor, comb: Tensor, post: Tensor, out: Tensor) -> Tensor:
+    """`write_back`: x [b s n h], comb [b s n n], post [b s n] float32, out [b s h] of x's dtype -> [b s n h]."""
+    _check_written(x, comb, post, out)
+    from dsv4.kernels import _hyper_connection_triton as device_code
+
+    return device_code.write(x, comb, post, out)
+
+
+@fused_write.register_fake
+def _(x, comb, post, out):
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("dsv4::hyper_write_read", mutates_args=())
+def fused_write_read(
+    x: Tensor,
+    comb: Tensor,
+    post: Tensor,
+    out: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    norm: Tensor | None,
+    iters: int,
+    eps: float,
+    rms_eps: float,
+    norm_eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`fused_write`, then `fused_read` of what was written: (written [b s n h], and the five results of the read)."""
+    _check_written(x, comb, post, out)
+    _check(x, fn, scale, base, norm)
+    from dsv4.kernels import _hyper_connection_triton as device_code
+
+    return device_code.read(x, (comb, post, out), fn, scale, base, norm, iters, eps, rms_eps, norm_eps)
+
+
+@fused_write_read.register_fake
+def _(x, comb, post, out, fn, scale, base, norm, *numbers):
+    b, s, n, h = x.shape
+    mixes = [x.new_empty(b, s, *shape, dtype=torch.float32) for shape in ((n,), (n,), (n, n))]
+    return x.new_empty(x.shape), *mixes, x.new_empty(b, s, h), x.new_empty(0) if norm is None else x.new_empty(b, s, h)
+
+
+def _check(x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm: Tensor | None) -> None:
+    _, _, n, h = x.shape
+    reason = refusal("triton", x.device, x.dtype, n, h)
+    if reason is not None:
+        raise ValueError(f'backend="triton": {reason}; use backend="torch" (of a model: model.use_kernels("torch"))')
+    mixes = (2 + n) * n
+    given = {"fn": (fn, (mixes, n * h)), "scale": (scale, (3,)), "base": (base, (mixes,))}
+    given |= {} if norm is None else {"norm": (norm, (h,))}
+    for name, (t, shape) in given.items():
+        if t.shape != shape or t.dtype != torch.float32:
+            raise ValueError(f"{name} {list(t.shape)} {t.dtype} over streams {list(x.shape)}; expected {list(shape)} torch.float32")
+
+
+def _check_written(x: Tensor, comb: Tensor, post: Tensor, out: Tensor) -> None:
+    b, s, n, h = x.shape
+    reason = refusal("triton", x.device, x.dtype, n, h)
+    if reason is not None:
+        raise ValueError(f'backend="triton": {reason}; use backend="torch" (of a model: model.use_kernels("torch"))')
+    expected = {"comb": (comb, (b, s, n, n), torch.float32), "post": (post, (b, s, n), torch.float32), "out": (out, (b, s, h), x.dtype)}
+    for name, (t, shape, dtype) in expected.items():
+        if t.shape != shape or t.dtype != dtype:
+            raise ValueError(f"{name} {list(t.shape)} {t.dtype} to write into {list(x.shape)}; expected {list(shape)} {dtype}")
+
+
+recompute.register(fused_read, read_definition, tensors=5)
+recompute.register(fused_write, write_back, tensors=4)
+recompute.register(fused_write_read, write_read_definition, tensors=8)

@@ -9,6 +9,19 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def is_plain(x: Tensor) -> bool:
+    """Whether x is an ordinary CPU tensor outside every recording and transform, so that its numbers may be read one by one."""
+    return (
+        x.device.type == "cpu"
+        and type(x) is Tensor
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+        and not torch.autograd.forward_ad._current_level >= 0
+        and not torch._C._len_torch_dispatch_stack()
+    )
+
+
 def topk_lowest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k best of the last axis, best first; scores equal as numbers (-0.0 = 0.0) go to the lowest index.
 

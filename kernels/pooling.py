@@ -3,12 +3,22 @@
     gates = softmax over slots(gate + bias)          entry = sum over slots of gates * kv
 
 Slots that hold no token have gate logit -inf and weight 0; an entry with no slot at all is zero. Axes: b batch, e entry, m slot, d channel.
+
+`fused_pool` goes on to the norm and the rotary in one pass: a registered op (`dsv4::pool_entries`) over device code that is imported when
+it is first asked for.
 """
 
 import torch
 from torch import Tensor
 
+from dsv4.kernels import recompute
+from dsv4.kernels.backend import available
+from dsv4.kernels.norm_rotary import rms_norm, rotate
 from dsv4.kernels.numeric import wide
+
+# What the device code takes: an entry stands in the registers of one program.
+DEVICE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_WIDTH = 512
 
 
 def pool_gates(logits: Tensor, present: Tensor) -> Tensor:
@@ -22,3 +32,102 @@ def pool_gates(logits: Tensor, present: Tensor) -> Tensor:
 def pool(kv: Tensor, gates: Tensor) -> Tensor:
     """kv [b e m d], gates [b e m d] -> [b e d] float32."""
     return (wide(kv) * gates).sum(-2)
+
+
+def slots_of(projected: Tensor, index: Tensor, series: int) -> Tensor:
+    """projected [b t series * d], index [b e m] -> [b e m d]: each slot's token, seen through the series that the slot uses."""
+    rows = torch.arange(projected.shape[0], device=projected.device)[:, None, None]
+    halves = zip(projected.chunk(series, dim=-1), index.chunk(series, dim=-1), strict=True)
+    return torch.cat([half[rows, columns] for half, columns in halves], dim=2)
+
+
+def pool_definition(
+    projected: Tensor,
+    bias: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    index: Tensor,
+    present: Tensor,
+    filled: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """What `fused_pool` computes, in plain torch."""
+    series = bias.shape[1] // weight.shape[0]
+    kv, gate = (slots_of(part, index, series) for part in projected.chunk(2, dim=-1))
+    gates = pool_gates(gate + torch.cat(bias.chunk(series, dim=-1)), present)
+    entries = rotate(rms_norm(pool(kv, gates).to(dtype), weight, eps), cos, sin)
+    return entries.masked_fill(~filled.unsqueeze(-1), 0.0)
+
+
+def refusal(backend: str, device: torch.device, dtype: torch.dtype, width: int) -> str | None:
+    """None where `backend` makes entries of this dtype and width on this device, else the reason it does not."""
+    reason = available(backend, device)
+    if reason is not None or backend == "torch":
+        return reason
+    if dtype not in DEVICE_DTYPES:
+        return f"its entries are {', '.join(map(str, DEVICE_DTYPES))}, got {dtype}"
+    return None if width <= MAX_WIDTH and width % 2 == 0 else f"its entries are even and at most {MAX_WIDTH} wide, got {width}"
+
+
+@torch.library.custom_op("dsv4::pool_entries", mutates_args=())
+def fused_pool(
+    projected: Tensor,
+    bias: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    index: Tensor,
+    present: Tensor,
+    filled: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Entries of windows, pooled, rounded, normed and turned.
+
+    Args:
+        projected: [b t 2 c d] float32, c series of kv beside c series of gate logits. bias: [rate, c d] float32. weight: [d] float32.
+        cos, sin: [b e turned / 2] float32.
+        index: [b e m] int64, column of each slot's token; m = c rate, slots of one series after those of the other.
+        present: [b e m] bool, whether a slot holds a token. filled: [b e] bool, whether there is an entry; else zeros.
+    Returns:
+        [b e d] of `dtype`.
+    Raises:
+        ValueError: shapes or dtypes that do not fit, or a device on which it cannot run.
+    """
+    _check(projected, bias, weight, cos, sin, index, present, filled, dtype)
+    from dsv4.kernels import _pooling_triton as device_code
+
+    return device_code.run(projected, bias, weight, cos, sin, index, present, filled, eps, dtype)
+
+
+@fused_pool.register_fake
+def _(projected, bias, weight, cos, sin, index, present, filled, eps, dtype):
+    return projected.new_empty(*index.shape[:2], weight.shape[0], dtype=dtype)
+
+
+def _check(projected, bias, weight, cos, sin, index, present, filled, dtype: torch.dtype) -> None:
+    (b, e, m), (d,), (rate, columns) = index.shape, weight.shape, bias.shape
+    reason = refusal("triton", projected.device, dtype, d)
+    if reason is not None:
+        raise ValueError(f'backend="triton": {reason}; use backend="torch" (of a model: model.use_kernels("torch"))')
+    half = cos.shape[-1]
+    expected = {
+        "projected": (projected, (b, projected.shape[1], 2 * columns), torch.float32),
+        "bias": (bias, (rate, m // rate * d), torch.float32),
+        "weight": (weight, (d,), torch.float32),
+        "cos": (cos, (b, e, half), torch.float32),
+        "sin": (sin, (b, e, half), torch.float32),
+        "index": (index, (b, e, m // rate * rate), torch.int64),
+        "present": (present, (b, e, m), torch.bool),
+        "filled": (filled, (b, e), torch.bool),
+    }
+    for name, (t, shape, kind) in expected.items():
+        if t.shape != shape or t.dtype != kind:
+            raise ValueError(f"{name} {list(t.shape)} {t.dtype} for {e} entries of {d} from {m} slots; expected {list(shape)} {kind}")
+    if 2 * half > d:
+        raise ValueError(f"cos and sin turn {2 * half} channels of {d}: expected no more than there are")
+
+
+recompute.register(fused_pool, pool_definition, tensors=8)

@@ -15,6 +15,8 @@ Axes: o output row, i input column, e stacked expert.
 
 import functools
 import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -35,6 +37,11 @@ E8M0_NAN = 255
 # threshold (FP8 is three times as fast as in steps of 2^22), on a GPU a step is enough to fill it.
 CPU_CHUNK = 1 << 19
 GPU_CHUNK = 1 << 26
+# Torch's threads would share out each of these small steps and wait for each other at its end, on a
+# busy machine for many times what it takes. A matrix of so many elements for each thread is cut into
+# one part for each instead; a smaller one is decoded in steps too small to be shared out.
+THREAD_SHARE = 1 << 20
+SERIAL_CHUNK = (1 << 15) - 1
 ONE_BYTE = (torch.uint8, torch.int8)
 
 
@@ -105,13 +112,23 @@ def dequantize_fp8(
     codes_mats = codes.contiguous().view(torch.uint8).reshape(count, rows, columns)
     scale_mats = scale.reshape(count, scale.shape[-2] // row_parts, scale.shape[-1])
     out_mats = out.view(count, rows, columns)
-    for codes_oi, scale_bb, out_oi in zip(codes_mats, scale_mats, out_mats, strict=True):
-        scale_bi = scale_bb.repeat_interleave(FP8_BLOCK, dim=-1)[:, :columns]
-        blocks = max(1, _chunk(codes.device) // max(1, FP8_BLOCK * columns))
-        for first in range(0, len(scale_bi), blocks):
-            part = slice(first * FP8_BLOCK, (first + blocks) * FP8_BLOCK)
-            chunk_scale = scale_bi[first : first + blocks].repeat_interleave(FP8_BLOCK, dim=0)
-            _look_up(table, codes_oi[part], chunk_scale[: len(codes_oi[part])], out_oi[part])
+    if codes.numel() == 0:
+        return out
+
+    def decode_rows(part: slice) -> None:
+        """Of all matrices, as one tall one."""
+        step, look_up = max(1, _chunk(codes.device) // columns), _LookUp(table)
+        for mat in range(part.start // rows, -(-part.stop // rows)):
+            first, last = max(0, part.start - mat * rows), min(rows, part.stop - mat * rows)
+            scale_bi = scale_mats[mat].repeat_interleave(FP8_BLOCK, dim=-1)[:, :columns]
+            for row in _steps(first, last, step, FP8_BLOCK):
+                at = row.start // FP8_BLOCK
+                scale_ri = scale_bi[at : at + 1]
+                if row.stop > (at + 1) * FP8_BLOCK:
+                    scale_ri = scale_bi[at : -(-row.stop // FP8_BLOCK)].repeat_interleave(FP8_BLOCK, dim=0)[: row.stop - row.start]
+                look_up(codes_mats[mat, row], scale_ri, out_mats[mat, row])
+
+    _share(decode_rows, count * rows, columns, codes.device)
     return out
 
 
@@ -142,10 +159,14 @@ def dequantize_fp4(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfl
     flat = packed.contiguous().view(torch.uint8).reshape(-1, FP4_BLOCK // 2)
     scale_b1 = scale.reshape(-1, 1)
     out_b32 = out.view(-1, FP4_BLOCK)
-    step = _chunk(packed.device) // FP4_BLOCK
-    for first in range(0, len(flat), step):
-        part = slice(first, first + step)
-        _look_up(pairs, flat[part], scale_b1[part], out_b32[part])
+
+    def decode_blocks(part: slice) -> None:
+        step, look_up = _chunk(packed.device) // FP4_BLOCK, _LookUp(pairs)
+        pieces = (t[part].split(step) for t in (flat, scale_b1, out_b32))
+        for codes, scales, piece in zip(*pieces, strict=True):
+            look_up(codes, scales, piece)
+
+    _share(decode_blocks, len(flat), FP4_BLOCK, packed.device)
     return out
 
 
@@ -208,6 +229,31 @@ def quantize_fp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     return packed.view(shape), scale.view(torch.float8_e8m0fnu).view(fp4_scale_shape(shape))
 
 
+def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
+    """[.., i] -> (float8_e4m3fn [.., i], float32 [.., ceil(i/128)]): a power of two for each 128 numbers of a row.
+
+    The smallest from 2^-126 to 2^126 with max |block| <= 448 * scale (1 for a block of zeros), as served models quantise what their
+    FP8 weights multiply. Where a block holds NaN or infinity the scale is NaN. Nothing is read back from the device.
+    """
+    columns = x.shape[-1]
+    blocks = torch.nn.functional.pad(x.detach().float(), (0, -columns % FP8_BLOCK)).unflatten(-1, (-1, FP8_BLOCK))
+    most = blocks.abs().amax(-1)
+    top, top_exponent = math.frexp(FP8_MAX)
+    mantissa, exponent = torch.frexp(most)
+    exponent = exponent.to(torch.int32) - top_exponent + (mantissa > top).to(torch.int32)
+    exponent = exponent.clamp(1 - E8M0_BIAS, E8M0_BIAS - 1).masked_fill((most == 0) | ~most.isfinite(), 0)
+    codes = (blocks * _power_of_two(-exponent).unsqueeze(-1)).to(torch.float8_e4m3fn)
+    scale = _power_of_two(exponent).masked_fill(~most.isfinite(), math.nan)
+    return codes.flatten(-2)[..., :columns].contiguous(), scale
+
+
+def as_quantized(x: Tensor) -> Tensor:
+    """x as `quantize_activations` represents it, in x's dtype; its gradient is the result's (straight through)."""
+    codes, scale = quantize_activations(x)
+    value = codes.to(torch.float32) * scale.repeat_interleave(FP8_BLOCK, dim=-1)[..., : x.shape[-1]]
+    return x + (value.to(x.dtype) - x).detach() if x.requires_grad else value.to(x.dtype)
+
+
 def has_nan_code(codes: Tensor) -> bool:
     """Whether float8_e4m3fn codes hold a NaN (0x7F or 0xFF), from two byte-wise maxima."""
     if codes.numel() == 0:
@@ -226,7 +272,43 @@ def largest_scale(scale: Tensor) -> float:
 
 
 def _chunk(device: torch.device) -> int:
-    return CPU_CHUNK if device.type == "cpu" else GPU_CHUNK
+    if device.type != "cpu":
+        return GPU_CHUNK
+    return CPU_CHUNK if torch.get_num_threads() == 1 else SERIAL_CHUNK
+
+
+def _steps(first: int, last: int, step: int, block: int) -> list[slice]:
+    """first ... last in steps that begin at blocks where they are longer than one, and stay inside one where they are shorter."""
+    found = []
+    while first < last:
+        longest = (first + step) // block * block if step >= block else min(first + step, (first // block + 1) * block)
+        found.append(slice(first, min(last, longest)))
+        first = longest
+    return found
+
+
+def _share(work: Callable[[slice], None], rows: int, width: int, device: torch.device) -> None:
+    """work(slice of rows) for all rows of so many elements; on a CPU in threads that share nothing, as many as torch uses."""
+    own = torch.get_num_threads()
+    threads = min(own, rows * width // THREAD_SHARE) if device.type == "cpu" else 1
+    if threads <= 1:
+        work(slice(0, rows))
+        return
+    inference = torch.is_inference_mode_enabled()
+
+    def in_thread(part: slice) -> None:
+        # Of this thread.
+        torch.set_num_threads(1)
+        with torch.inference_mode(inference), torch.no_grad():
+            work(part)
+
+    bounds = [rows * i // threads for i in range(threads + 1)]
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(in_thread, map(slice, bounds[:-1], bounds[1:])))
+    finally:
+        # What a thread sets is also what threads begin with.
+        torch.set_num_threads(own)
 
 
 def _result(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, out: Tensor | None) -> Tensor:
@@ -247,14 +329,29 @@ def _scale_values(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
     return values.to(dtype) if exact else values, exact
 
 
-def _look_up(table: tuple[Tensor, torch.dtype], codes: Tensor, scale: Tensor, out: Tensor) -> None:
-    """out = values[codes] * scale; table: the values (or pairs packed in integers), their dtype."""
-    entries, dtype = table
-    values = entries.index_select(0, codes.reshape(-1).to(torch.int32)).view(dtype).view(out.shape)
-    if values.dtype == out.dtype:
-        torch.mul(values, scale, out=out)
-    else:
-        out.copy_(values * scale)
+class _LookUp:
+    """out = values[codes] * scale, step by step in buffers of its own, which no other thread shares.
+
+    table: the values (or pairs of them, packed in integers), and their dtype.
+    """
+
+    def __init__(self, table: tuple[Tensor, torch.dtype]):
+        self.entries, self.dtype = table
+        self.indices = self.found = self.entries.new_empty(0)
+
+    def __call__(self, codes: Tensor, scale: Tensor, out: Tensor) -> None:
+        size = codes.numel()
+        if size > self.found.numel():
+            self.indices = self.entries.new_empty(size, dtype=torch.int32)
+            self.found = self.entries.new_empty(size)
+        indices, found = self.indices[:size], self.found[:size]
+        indices.view(codes.shape).copy_(codes)
+        torch.index_select(self.entries, 0, indices, out=found)
+        values = found.view(self.dtype).view(out.shape)
+        if values.dtype == out.dtype:
+            torch.mul(values, scale, out=out)
+        else:
+            out.copy_(values * scale)
 
 
 @functools.cache

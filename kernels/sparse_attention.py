@@ -13,6 +13,7 @@ when it is first asked for. Its weights are rounded to the keys' dtype before th
 Axes: b batch, s query column, w earlier window columns, N heads, D head width, e entries, t selected entries.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,12 +26,28 @@ from dsv4.kernels.numeric import wide
 
 # Queries of one banded block, and floats of scores and gathered entries that are held at a time.
 BLOCK = 32
+# Up to so many queries the bands are not worth their bookkeeping.
+FEW_QUERIES = 4
 CHUNK = 1 << 19
 # Up to this many entries per selected one, masking a dense product is cheaper than gathering.
 GATHER_RATIO = 8
 # What the device code takes: a tile of head width 512 fills an SM.
 DEVICE_DTYPES = (torch.bfloat16, torch.float16)
 MAX_WIDTH = 512
+
+
+def once(compute: Callable) -> property:
+    """A property computed at the first reading; at each one while it is traced, where equal computations become one."""
+    key = compute.__name__
+
+    def value(self):
+        if torch.compiler.is_compiling():
+            return compute(self)
+        if key not in self.__dict__:
+            self.__dict__[key] = compute(self)
+        return self.__dict__[key]
+
+    return property(value, doc=compute.__doc__)
 
 
 @dataclass(frozen=True)
@@ -50,6 +67,16 @@ class Reach:
     token_positions: Tensor
     gap: int = 0
     rate: int = 0
+
+    @once
+    def tokens_hidden(self) -> Tensor:
+        """[b s w+s] bool: tokens that a query does not see; one tensor for all blocks of a call."""
+        return ~visible_tokens(self.query_positions, self.token_positions, self.window)
+
+    @once
+    def at_padding(self) -> Tensor:
+        """[b s] bool."""
+        return self.query_positions < 0
 
 
 def visible_tokens(query_positions: Tensor, token_positions: Tensor, window: int) -> Tensor:
@@ -140,6 +167,8 @@ def sparse_attention(
         selection = None if entries is None else selection
         places = (reach.query_positions, reach.token_positions, reach.window, reach.gap, reach.rate)
         return fused_sparse_attention(queries, tokens, entries, sinks, selection, *places, scale)[0]
+    if s <= FEW_QUERIES:
+        return _few(wide(queries) * scale, wide(tokens), entries, wide(sinks), reach, selection).to(queries.dtype)
     block, before = min(BLOCK, s), tokens.shape[1] - s
     back = reach.window - 1 + reach.gap
     if before + s <= back + 2 * block:
@@ -202,9 +231,13 @@ def fused_sparse_attention(
     Returns:
         ([b s N D], log-sum-exp of each query's scores [b s N] float32, without the sink, -inf where nothing is seen; it has no gradient)
     """
+    from dsv4.kernels import _decode_attention_triton as few
     from dsv4.kernels import _sparse_attention_triton as device_code
 
-    return device_code.forward(queries, tokens, entries, sinks, selection, query_positions, token_positions, window, gap, rate, scale)
+    given = queries, tokens, entries, sinks, selection, query_positions, token_positions, window
+    if few.suits(queries, tokens, entries, selection):
+        return few.forward(*given, rate, scale)
+    return device_code.forward(*given, gap, rate, scale)
 
 
 @fused_sparse_attention.register_fake
@@ -297,6 +330,22 @@ def _entry_floats(entries: Tensor | None, selection: Tensor | None, heads: int, 
 
 def _gathers(entries: Tensor, selection: Tensor | None) -> bool:
     return selection is not None and entries.shape[1] > GATHER_RATIO * selection.shape[-1]
+
+
+def _few(queries, tokens, entries, sinks, reach: Reach, selection) -> Tensor:
+    """All queries at once, each against every token key; queries [b s N D] scaled."""
+    b, s, heads, _ = queries.shape
+    flat, hidden = queries.flatten(1, 2), reach.tokens_hidden.unsqueeze(2)
+    on_tokens = torch.bmm(flat, tokens.transpose(1, 2)).view(b, s, heads, -1).masked_fill_(hidden, float("-inf"))
+    # Padding sees nothing, whatever its sink: a finite one keeps its row finite.
+    on_sink = sinks[:, None].expand(b, s, heads, 1).masked_fill(reach.at_padding[..., None, None], 0.0)
+    if entries is None:
+        weights = torch.softmax(torch.cat((on_tokens, on_sink), dim=-1), dim=-1)
+        return torch.bmm(weights[..., :-1].flatten(1, 2), tokens).view_as(queries)
+    on_entries, chosen = _entry_scores(queries, wide(entries), selection, reach.query_positions, reach.rate)
+    weights = torch.softmax(torch.cat((on_tokens, on_entries, on_sink), dim=-1), dim=-1)
+    mixed = torch.bmm(weights[..., : tokens.shape[1]].flatten(1, 2), tokens).view_as(queries)
+    return mixed + weights[..., tokens.shape[1] : -1] @ chosen
 
 
 def _chunk(queries, tokens, entries, sinks, positions, places, selection, reach: Reach, block: int) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from dsv4 import Dsv4, Dsv4Config, KVCache
 from dsv4.config import CSA, HCA, SLIDING
-from dsv4.kv_cache import SHARED_ENTRIES
+from dsv4.slots import SHARED_ENTRIES
 from dsv4.tape import SPARE, SPARE_SHARE, Tape
 from dsv4.testing import LIMITS, fault_config, random_ids, relative_error
 
@@ -737,7 +737,7 @@ def test_what_was_shared_is_let_go_when_no_row_goes_back_to_it(model):
 
 
 def test_a_long_prefix_has_its_entries_copied(monkeypatch, model, ids):
-    monkeypatch.setattr("dsv4.kv_cache.SHARED_ENTRIES", 4 * 16)
+    monkeypatch.setattr("dsv4.slots.SHARED_ENTRIES", 4 * 16)
     assert SHARED_ENTRIES > 4 * 16
     for length, shares in ((16, True), (17, False)):
         row = model.new_kv_cache(1, 60)

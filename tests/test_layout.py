@@ -44,6 +44,7 @@ GROUPS = {
     "text": {"text", "chat"},
     "model": {
         *("model", "initialize", "kv_cache", "tape", "generate", "sampling", "loading"),
+        *("collectives", "parallel_plan", "sharded", "mesh_stage", "pipeline", "parallel"),
         "pretrained",
     },
     "programs": {

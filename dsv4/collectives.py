@@ -1,0 +1,79 @@
+"""The ways between a whole value, the same on every process of a group, and the parts that each process holds of it.
+
+    enter    whole -> read by every process for its part       backward: the parts' gradients are added up
+    reduce   a summand on each process -> their sum            backward: the gradient as it is
+    gather   parts along an axis -> the whole                  backward: each process takes its part
+    scatter  the whole -> each process's part                  backward: parts are gathered
+    deliver  what one process has -> the whole                 backward: to that process
+
+A whole value has a whole gradient, equal on every process: that of a loss which each process computes for itself. So nothing is scaled
+by the number of processes. All of it is DTensor's redistribution over a DeviceMesh of one dimension.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from dsv4.kernels.numeric import wide
+
+
+def enter(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """A whole value, about to be read by every process for its own part."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x
+    return _as(x, mesh, Replicate()).to_local(grad_placements=[Partial()])
+
+
+def reduce(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The sum of what the processes hold; added up in float32 and rounded once."""
+    if x.numel() == 0:
+        return x
+    return _to(_as(wide(x), mesh, Partial()), Replicate()).to(x.dtype)
+
+
+def gather(x: Tensor, axis: int, mesh: DeviceMesh) -> Tensor:
+    """Parts of equal size, in the order of the processes -> the whole."""
+    axis = axis % x.dim()
+    if x.numel() == 0:
+        return torch.cat([x] * mesh.size(), dim=axis)
+    return _to(_as(x.contiguous(), mesh, Shard(axis)), Replicate())
+
+
+def scatter(x: Tensor, axis: int, mesh: DeviceMesh) -> Tensor:
+    """The whole -> this process's part."""
+    axis = axis % x.dim()
+    if x.numel() == 0:
+        return part_of(x, axis, mesh)
+    return _to(_as(x, mesh, Replicate()), Shard(axis))
+
+
+def deliver(x: Tensor, holder: int, mesh: DeviceMesh) -> Tensor:
+    """The whole value that one process has -> every process; the others give a tensor of its shape."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        x = x.detach().clone(memory_format=torch.contiguous_format)
+        dist.broadcast(x, group=mesh.get_group(), group_src=holder)
+        return x
+    mine = x if mesh.get_local_rank() == holder else x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0.0)
+    return _to(_as(mine, mesh, Partial()), Replicate())
+
+
+def part_of(x: Tensor, axis: int, mesh: DeviceMesh) -> Tensor:
+    """This process's part of a tensor, as a view; no gradient passes between processes."""
+    size = x.shape[axis] // mesh.size()
+    return x.narrow(axis, mesh.get_local_rank() * size, size)
+
+
+def embedding(ids: Tensor, rows: Tensor, mesh: DeviceMesh) -> Tensor:
+    """ids [...] -> [... width], of a table whose rows [vocab / processes, width] are dealt out in order."""
+    found = torch.nn.functional.embedding(_as(ids, mesh, Replicate()), _as(rows, mesh, Shard(0)))
+    return _to(found, Replicate())
+
+
+def _as(x: Tensor, mesh: DeviceMesh, placement) -> DTensor:
+    return DTensor.from_local(x, mesh, [placement], run_check=False)
+
+
+def _to(x: DTensor, placement) -> Tensor:
+    return x.redistribute(placements=[placement]).to_local()

@@ -1,0 +1,112 @@
+"""The step of fixed shape, and compiling: `forward_static`, `compile_decode`, and the forward that torch.compile traces.
+
+A step runs the same blocks as every forward; only its Call and its cache differ (`call.plan_step`, `fixed_cache`). Axes: b row, s token.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from dsv4.call import plan_step, plan_whole
+from dsv4.fixed_cache import FixedCache
+from dsv4.kv_cache import KVCache
+
+def _guards_kept(guards) -> list[bool]:
+    """Those on what a step is given. Of the model's modules none: there are thousands, and what may change is told to the step."""
+    return [not (guard.orig_guard.source.is_unspecialized_nn_module() or guard.is_global) for guard in guards]
+
+
+Step = Callable[[Tensor, FixedCache, Tensor], Tensor]
+
+
+class Compiling:
+    """Mixed into the model."""
+
+    # What runs a decoding step while nobody listens; None runs it as any other call.
+    compiled_step: Step | None = None
+
+    def forward_static(self, ids: Tensor, kv: KVCache, active: Tensor | None = None) -> Tensor:
+        """One step with fixed shapes: nothing is read back from the device and no size depends on what the cache holds, so that it
+        can be compiled (fullgraph) or held in a CUDA graph. Not checked but for the capacity; `model(...)` is the checked way.
+
+        Args:
+            ids: [b s] int64, all of them tokens. kv: it is brought into its fixed form by the first call (`kv.fix(s)` does it before a
+                capture); its counts move on the device.
+            active: [b] bool; a row that is not active stays as it was. None: all are.
+        Returns:
+            logits [b s vocab] float32.
+        Raises:
+            RuntimeError: something listens (points are not called here). ValueError: the cache is full.
+        """
+        if self.is_listened_to:
+            raise RuntimeError(
+                "forward_static calls no probe point, and something listens to one: remove it (model.reset_hooks(), or leave the `with`), "
+                "or call model(ids, kv_cache=kv)"
+            )
+        self._refuse_mesh("forward_static")
+        fixed = kv.fix(ids.shape[1]) if not torch.compiler.is_compiling() else kv.fixed
+        if fixed is None:
+            raise RuntimeError("a compiled forward_static needs the cache in its fixed form: call kv.fix() first")
+        counted = active is None and not torch.compiler.is_compiling() and fixed.host is not None
+        if counted:
+            kv.check_room([ids.shape[1]] * len(ids))
+        logits = self.step(ids, fixed, torch.ones_like(ids[:, 0], dtype=torch.bool) if active is None else active)
+        fixed.host = tuple(n + ids.shape[1] for n in fixed.host) if counted else None
+        return logits
+
+    def step(self, ids: Tensor, fixed: FixedCache, active: Tensor) -> Tensor:
+        """The pure part: tensors in, logits out, buffers written in place."""
+        call = plan_step(self.config, self.rotary, ids, active, fixed)
+        with torch.autocast(ids.device.type, enabled=False):
+            logits = self.run(call, None, 0, None, None, fixed)
+        fixed.length.copy_(call.lengths)
+        return logits
+
+    @property
+    def is_listened_to(self) -> bool:
+        """Whether a hook or a capture is attached to any point."""
+        return any(module.live for module in self.probed)
+
+    def compile_decode(self, **options) -> Self:
+        """Compile the decoding step (torch.compile, inductor): from now on a call with one token for each row and a kv_cache, and with
+        it every step of `generate`, runs compiled while nobody listens and no gradient is recorded. A step with listeners runs as
+        before. The first step compiles, and so does the first that passes one of at most 5 lengths (parts of the cache's max_length).
+
+        Args:
+            options: for torch.compile, beside fullgraph and dynamic, which are set.
+        """
+        self._refuse_mesh("compile_decode")
+        options = {"guard_filter_fn": _guards_kept, **options}
+        step = torch.compile(self.step, fullgraph=True, dynamic=False, options=options)
+        object.__setattr__(self, "compiled_step", step)
+        return self
+
+    def _refuse_mesh(self, what: str) -> None:
+        if self.is_spread:
+            raise ValueError(f"{what}: a model spread over a mesh decodes as any other call does; call model(ids, kv_cache=kv) or generate")
+
+    def decode(self, ids: Tensor, active: Tensor, counts: Sequence[int], kv: KVCache) -> Tensor:
+        """[b 1 vocab]: one compiled step; counts: tokens that each row advances by, 0 or 1."""
+        fixed = kv.in_fixed_form(1)
+        fixed.choose_span(1)
+        logits = self.compiled_step(ids, fixed, active)
+        fixed.advance(counts)
+        return logits
+
+    def traced(self, given, *, attention_mask, input_ids, inputs_embeds, kv_cache, logits_to_keep, start_at_layer, stop_at_layer):
+        """`forward` as torch.compile sees it: the same values, without the checks that read numbers back."""
+        if self.is_listened_to:
+            raise RuntimeError("a compiled model calls no probe point, and something listens to one: remove it, or call the model itself")
+        if kv_cache is not None or start_at_layer is not None or self.skipped:
+            raise ValueError("a compiled model runs whole rows from layer 0; compile decoding with model.compile_decode()")
+        ids = given if input_ids is None else input_ids
+        if not isinstance(ids if inputs_embeds is None else inputs_embeds, Tensor):
+            raise TypeError("a compiled model takes tensors: ids [b, s] or inputs_embeds")
+        ids = ids.unsqueeze(0) if ids is not None and ids.dim() == 1 else ids
+        shape = (ids if inputs_embeds is None else inputs_embeds).shape[:2]
+        valid = torch.ones(shape, dtype=torch.bool, device=self.device) if attention_mask is None else attention_mask.bool()
+        call = plan_whole(self.config, self.rotary, ids, valid)
+        keep = None if not logits_to_keep else min(logits_to_keep, shape[1])
+        return self.run(call, inputs_embeds, 0, stop_at_layer, keep, None)

@@ -1,0 +1,210 @@
+"""The points of a model that is spread over the processes of a mesh: whole tensors, one truth, one end.
+
+Every process runs the same script. At a point that someone listens to, a value of which each process has a part is put together, the
+hooks run on the whole on every process, and each goes on with its part. What the first process's hooks made of a value is what all go
+on with. A hook that raises on one process raises on all.
+"""
+
+import hashlib
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from dsv4.collectives import enter, gather, part_of, scatter
+from dsv4.handle import Handle
+from dsv4.hooks import HookPoint, same_bits
+from dsv4.stage import Stage
+
+T = TypeVar("T")
+LEFT, REPLACED, RAISED = 0, 1, 2
+
+
+class MeshStage(Stage):
+    """Attributes:
+    world: all processes, in one dimension; the first one's edits and draws count.
+    pipe: how streams pass from stage to stage (`dsv4.pipeline.Pipe`); None where every process has every block.
+    live: names of the points that someone listens to.
+    """
+
+    world: DeviceMesh
+    pipe: Any
+    live: set[str]
+
+    @property
+    def is_first(self) -> bool:
+        return self.world.get_local_rank() == 0
+
+    is_many = True
+
+    def begin(self, call, kv=None) -> None:
+        super().begin(call, kv)
+        if self.pipe is not None:
+            self.pipe.reset()
+        self._same_run(call)
+
+    def together(self, do: Callable[[], T]) -> T:
+        """do() on every process; where it raises on one, it raises on all."""
+        result, failure = _attempt(do)
+        self._end_if_any(self._exchange(LEFT if failure is None else RAISED), failure, "the run")
+        return result
+
+    def drawn(self, x: Tensor) -> Tensor:
+        """What the first process drew."""
+        return self._of_first(x)
+
+    def agreed(self, what: str, given: Tensor, change: Callable[[], tuple[Tensor, bool]]) -> tuple[Tensor, bool]:
+        """change() -> (value, whether it was replaced) on every process, the value then being the first process's."""
+        result, failure = _attempt(change)
+        flag = RAISED if failure is not None else REPLACED if result[1] else LEFT
+        flags = self._exchange(flag)
+        self._end_if_any(flags, failure, what)
+        value = result[0]
+        if flags[0] == LEFT:
+            return (value if flag == LEFT else given), False
+        truth = self._of_first(value)
+        if same_bits(truth, value):
+            return value, True
+        # The graph is this process's, the numbers are the first one's.
+        return (truth + (value - value.detach()) if value.requires_grad else truth), True
+
+    def _of_first(self, x: Tensor) -> Tensor:
+        x = x.detach().clone(memory_format=torch.contiguous_format)
+        dist.broadcast(x, group=self.world.get_group(), group_src=0)
+        return x
+
+    def _exchange(self, number: int) -> list[int]:
+        own = torch.tensor([number], dtype=torch.int64, device=self.world.device_type)
+        every = [torch.empty_like(own) for _ in range(self.world.size())]
+        dist.all_gather(every, own, group=self.world.get_group())
+        return torch.cat(every).tolist()
+
+    def _end_if_any(self, flags: list[int], failure: BaseException | None, what: str) -> None:
+        """Raise on every process when one has failed: its own error there, one that carries it elsewhere."""
+        if RAISED not in flags:
+            return
+        told: list[str | None] = [None] * len(flags)
+        text = None if failure is None else "".join(traceback.format_exception(failure))
+        dist.all_gather_object(told, text, group=self.world.get_group())
+        self.ended_together = True
+        if failure is not None:
+            raise failure
+        rank = flags.index(RAISED)
+        raise RuntimeError(
+            f"{what} raised on rank {dist.get_global_rank(self.world.get_group(), rank)}, which ends it on all:\n{told[rank]}"
+        )
+
+    def _same_run(self, call) -> None:
+        """RuntimeError where processes were given different inputs, or listen to different values."""
+        self.ended_together = False
+        about = hashlib.blake2b(repr((call.host, sorted(self.live))).encode(), digest_size=7)
+        for given in (call.input_ids, call.positions):
+            if given is not None:
+                about.update(given.cpu().numpy().tobytes())
+        digests = self._exchange(int.from_bytes(about.digest(), "big"))
+        if len(set(digests)) > 1:
+            self.ended_together = True
+            odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+            raise RuntimeError(
+                f"the processes of the mesh do not make the same run: rank {odd[0]} has other tokens or masks, or listens to other values, "
+                "than rank 0. Every process has to run the same script; ranks= of run_with_cache keeps a capture to one"
+            )
+
+
+class MeshPoint(HookPoint):
+    """A HookPoint whose value is the whole one on every process.
+
+    Attributes:
+        parts: the axis along which each process of `shards` has a part; None where each has the whole.
+    """
+
+    parts: int | None
+    shards: DeviceMesh | None
+
+    def add_hook(self, fn: Callable, *, dir: str = "fwd", prepend: bool = False) -> Handle:
+        if dir == "bwd":
+            self._refuse_graph("a gradient hook")
+        return super().add_hook(fn, dir=dir, prepend=prepend)
+
+    def attach_capture(self, capture) -> None:
+        if capture.keeps_graph:
+            self._refuse_graph("detach=False")
+        super().attach_capture(capture)
+
+    def _refuse_graph(self, what: str) -> None:
+        if self.stage.pipe is not None and self.layer is not None:
+            raise ValueError(
+                f"{what} at {self.name}: with blocks on several stages the graph of a block's values is on its own stage only; "
+                'use a mesh without "pp"'
+            )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        whole = x if self.parts is None else gather(x, self.parts, self.shards)
+        if self.stage.pipe is not None:
+            self.stage.pipe.announce(self, whole)
+        y = self.pass_whole(whole)
+        return x if y is whole else self._own_part(y, x)
+
+    def pass_whole(self, x: Tensor) -> Tensor:
+        """What a HookPoint does, on the whole value."""
+        y = self._through_hooks(x) if self._hooks or self.foreign else x
+        return y if self.shared else super().settle(y)
+
+    def settle(self, y: Tensor) -> Tensor:
+        """The end of a shared value: from here each process reads it for its own heads."""
+        if self.stage.pipe is not None and self.live:
+            self.stage.pipe.announce(self, y, settles=True)
+        y = super().settle(y)
+        return y if self.shards is None else enter(y, self.shards)
+
+    def _own_part(self, y: Tensor, x: Tensor) -> Tensor:
+        if self.parts is None:
+            return y
+        y = scatter(y, self.parts, self.shards)
+        return y if y.stride() == x.stride() else torch.empty_like(x).copy_(y)
+
+    def _through_hooks(self, x: Tensor) -> Tensor:
+        edited = self.stage.edited
+
+        def change() -> tuple[Tensor, bool]:
+            y = super(MeshPoint, self)._through_hooks(x)
+            return y, self.name in edited
+
+        before = self.name in edited
+        edited.pop(self.name, None)
+        y, is_replaced = self.stage.agreed(f"a hook at {self.name}", x, change)
+        edited.pop(self.name, None)
+        if is_replaced or before:
+            edited[self.name] = None
+        return y
+
+    def _on_gradient(self, handles, run, grad: Tensor) -> Tensor:
+        def change() -> tuple[Tensor, bool]:
+            y = super(MeshPoint, self)._on_gradient(handles, run, grad)
+            return y, not same_bits(y, grad)
+
+        return self.stage.agreed(f"a gradient hook at {self.name}", grad, change)[0]
+
+    def _changed(self) -> None:
+        super()._changed()
+        if self.live:
+            self.stage.live.add(self.name)
+        else:
+            self.stage.live.discard(self.name)
+
+
+def take_part(x: Tensor, axis: int, mesh: DeviceMesh) -> Tensor:
+    """This process's part of a weight, in memory of its own."""
+    return part_of(x, axis, mesh).clone(memory_format=torch.contiguous_format)
+
+
+def _attempt(do: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """(what it returned, None), or (None, what it raised, to be raised once every process knows)."""
+    try:
+        return do(), None
+    except BaseException as error:
+        return None, error

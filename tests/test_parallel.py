@@ -1,0 +1,730 @@
+"""A model spread over processes against one process: every value, edits, gradients, files, generation, errors."""
+
+import functools
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dsv4 import Dsv4, Dsv4Config
+from dsv4.config import CSA, HASH_MOE, HCA, MOE, SLIDING
+from dsv4.parallel import parallelize
+from dsv4.parallel_plan import CUTS, PARTS, PLAN
+from dsv4.testing import assert_close, assert_gradients_close
+from dsv4.testing_checkpoints import Recipe, make_checkpoint
+from dsv4.testing_parallel import Group, run_group
+from dsv4.testing_probes import changed, leaf, padded_batch, writable
+from dsv4.values import VALUES
+
+FILE = Path(__file__)
+# name -> sizes and names of the mesh
+MESHES = {
+    "tp2": ((2,), ("tp",)),
+    "ep2": ((2,), ("ep",)),
+    "pp2": ((2,), ("pp",)),
+    "tp4": ((4,), ("tp",)),
+    "pp2tp2": ((2, 2), ("pp", "tp")),
+    "ep2tp2": ((2, 2), ("ep", "tp")),
+}
+SPREAD = "spread"
+# In a process of a group: the mesh of the check that runs.
+USED: list[str] = []
+
+
+def run(item: str) -> None:
+    """One check, "mesh:check", in a process of a group."""
+    mesh, name = item.split(":")
+    USED.append(mesh)
+    globals()[name]()
+
+
+def config(**overrides) -> Dsv4Config:
+    """Every kind of attention, each with a kind of routing, and sizes that four processes divide."""
+    kinds = {"layer_types": [SLIDING, CSA, HCA, CSA], "mlp_layer_types": [HASH_MOE, MOE, HASH_MOE, HASH_MOE]}
+    return Dsv4Config.tiny(**{**kinds, "o_groups": 4, "hc_sinkhorn_iters": 4, **overrides})
+
+
+@dataclass
+class Case:
+    """One model whole and spread, with a batch of a full and a padded row."""
+
+    mesh: DeviceMesh
+    whole: Dsv4
+    spread: Dsv4
+    ids: torch.Tensor
+    mask: torch.Tensor
+
+    @property
+    def real(self):
+        return self.mask.bool()
+
+    @property
+    def has_stages(self) -> bool:
+        return "pp" in self.mesh.mesh_dim_names
+
+
+@functools.cache
+def mesh_of(name: str) -> DeviceMesh:
+    sizes, names = MESHES[name]
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
+def case() -> Case:
+    return case_of(USED[-1])
+
+
+@functools.cache
+def case_of(name: str) -> Case:
+    mesh = mesh_of(name)
+    spread = parallelize(Dsv4.from_config(config(), seed=0), mesh)
+    whole = Dsv4.from_config(config(), seed=0)
+    ids, mask = padded_batch(whole.vocab_size)
+    return Case(mesh, whole, spread, ids, mask)
+
+
+def both(run):
+    """run(model) of the whole and of the spread model."""
+    return run(case().whole), run(case().spread)
+
+
+def compare(run, what: str = "") -> None:
+    expected, actual = both(run)
+    assert_close(actual, expected, SPREAD, what)
+
+
+def logits(model, hooks=(), **more):
+    here = case()
+    return model.run_with_hooks(here.ids, list(hooks), attention_mask=here.mask, **more)[here.real]
+
+
+def edit(value, hook):
+    """Another value that every later one feels; where a Sinkhorn iteration follows, one that it does not magnify."""
+    if leaf(hook.name).endswith("comb_start"):
+        generator = torch.Generator().manual_seed(sum(map(ord, hook.name)))
+        return value * (0.8 + 0.4 * torch.rand(value.shape, generator=generator))
+    return changed(value, hook)
+
+
+def expect(kind: type[BaseException], words: str, do) -> None:
+    with pytest.raises(kind, match=words):
+        do()
+
+
+def on_every_rank(x: torch.Tensor) -> list[torch.Tensor]:
+    found = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, x.contiguous())
+    return found
+
+
+# Checks: run in every process of a group.
+
+
+@torch.no_grad()
+def check_values():
+    """Every value, whole, on every rank; nothing but rounding differs from one process."""
+    here = case()
+    compare(logits)
+    (expected, wanted), (actual, found) = both(lambda m: m.run_with_cache(here.ids, "**", attention_mask=here.mask, max_bytes=None))
+    assert_close(actual, expected, SPREAD)
+    assert list(found) == list(wanted)
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype, name
+        if value.is_floating_point():
+            assert_close(found[name], value, SPREAD, name)
+        else:
+            assert torch.equal(found[name], value), name
+        if value.numel():
+            assert all(torch.equal(found[name].view(torch.uint8), other) for other in on_every_rank(found[name].view(torch.uint8))), name
+
+
+@torch.no_grad()
+def check_each_value_alone():
+    """A value listened to alone: the fused way everywhere else."""
+    here = case()
+    for name in [n for n in here.whole.hook_dict if here.whole.hook_dict[n].layer in (None, 1)]:
+        (_, wanted), (_, found) = both(lambda m, name=name: m.run_with_cache(here.ids, name, attention_mask=here.mask, pos=-1))
+        assert_close(found[name].double(), wanted[name].double(), SPREAD, name)
+
+
+def edited(names):
+    for name in names:
+        compare(lambda m, name=name: logits(m, [(name, edit)]), name)
+
+
+@torch.no_grad()
+def check_edits():
+    here = case()
+    edited(n for n in writable(here.whole) if here.whole.hook_dict[n].layer in (None, 1))
+
+
+@torch.no_grad()
+def check_all_edits():
+    edited(writable(case().whole))
+
+
+@torch.no_grad()
+def check_edits_in_place():
+    def write(value, hook):
+        value.copy_(edit(value.clone(), hook))
+
+    for name in ("attention_values", "attention_keys", "attention_scores", "attention_head_results", "attention_premix"):
+        compare(lambda m, name=name: logits(m, [(f"layers.1.self_attn.{name}", write)]), name)
+
+
+@torch.no_grad()
+def check_replaced_by_itself():
+    """Bit for bit what a run is that reads the same point."""
+    model = case().spread
+    for name in [n for n in writable(model) if model.hook_dict[n].layer == 1]:
+        read = logits(model, [(name, lambda value, hook: None)])
+        assert torch.equal(read, logits(model, [(name, lambda value, hook: value.clone())])), name
+
+
+def loss(model, **more):
+    here = case()
+    return model(attention_mask=here.mask, **more).logsumexp(-1)[here.real].square().sum()
+
+
+def check_gradients():
+    """Of the embeddings given, and of every parameter: a rank's part is that part of the whole gradient."""
+    here = case()
+
+    def run(model):
+        model.zero_grad(set_to_none=True)
+        given = here.whole.embed_tokens.weight.detach()[here.ids].requires_grad_()
+        loss(model, inputs_embeds=given, input_ids=here.ids).backward()
+        return given.grad, {name: p.grad for name, p in model.named_parameters()}
+
+    (expected, whole), (actual, parts) = both(run)
+    assert_close(actual, expected, SPREAD)
+    cuts = here.spread.spread.cuts
+    named = {name: g if name not in cuts else None if g is None else cut(g, cuts[name]) for name, g in whole.items() if name in parts}
+    largest = {"largest": max(whole.values(), key=lambda g: -1 if g is None else g.abs().max())}
+    assert_gradients_close(parts | largest, named | largest, "spread gradient")
+
+
+def cut(tensor, part):
+    return tensor.narrow(part.axis, part.begin, part.end - part.begin)
+
+
+def check_gradients_of_values():
+    """Of every value in the graph, whole on every rank."""
+    here = case()
+    names = [n for n, point in here.whole.hook_dict.items() if point.dtype != "i"]
+    if here.has_stages:
+        expect(ValueError, 'without "pp"', lambda: here.spread.run_with_cache(here.ids, names, detach=False))
+        expect(ValueError, 'without "pp"', lambda: here.spread.add_hook(names[5], lambda g, hook: None, dir="bwd"))
+        names = [n for n in names if here.whole.hook_dict[n].layer is None]
+
+    def run(model):
+        out, cache = model.run_with_cache(here.ids, names, attention_mask=here.mask, max_bytes=None, detach=False)
+        total = out.logsumexp(-1)[here.real].square().sum()
+        values = [cache[n] for n in names]
+        return dict(zip(names, torch.autograd.grad(total, values, allow_unused=True), strict=True))
+
+    expected, actual = both(run)
+    assert_gradients_close(actual, expected, "spread gradient")
+
+
+def check_gradient_hooks():
+    here = case()
+    if here.has_stages:
+        return
+    seen = {}
+
+    def run(model):
+        given = here.whole.embed_tokens.weight.detach()[here.ids].requires_grad_()
+
+        def halve(grad, hook):
+            seen.setdefault(hook.name, []).append(grad.clone())
+            return grad * 0.5
+
+        names = ["layers.1.self_attn.attention_head_outputs", "layers.1.mlp.mlp_neurons", "layers.2.layer_input"]
+        with model.hooks(bwd_hooks=[(n, halve) for n in names]):
+            loss(model, inputs_embeds=given, input_ids=here.ids).backward()
+        return given.grad
+
+    compare(run)
+    for name, (expected, actual) in seen.items():
+        assert_close(actual, expected, "spread gradient", name)
+
+
+@torch.no_grad()
+def check_shapes_of_input():
+    """Ragged rows, right padding, one token, one row, spans of blocks, logits_to_keep."""
+    here = case()
+    streams = both(lambda m: m(here.ids, attention_mask=here.mask, stop_at_layer=3))
+    assert_close(streams[1][here.real], streams[0][here.real], SPREAD)
+    runs = (
+        lambda m: m([[1, 2, 3], [4, 5], list(range(20))]),
+        lambda m: m(here.ids.flip(1), attention_mask=here.mask.flip(1))[here.real.flip(1)],
+        lambda m: m([[7]]),
+        lambda m: m(here.ids, attention_mask=here.mask, logits_to_keep=2),
+        lambda m: m(streams[0], start_at_layer=3, input_ids=here.ids, attention_mask=here.mask)[here.real],
+        lambda m: m(here.ids, stop_at_layer=0),
+        lambda m: m.project_on_vocab(streams[0]),
+    )
+    for run in runs:
+        compare(run)
+    for skipped in ([1], [3], [0, 1], [2, 3]):
+
+        def without(model, skipped=skipped):
+            with model.skip_layers(skipped):
+                return logits(model)
+
+        compare(without, f"skip {skipped}")
+
+
+@torch.no_grad()
+def check_cache():
+    """Fed in pieces, cut back, its rows chosen and multiplied, and all values behind a cache."""
+    here = case()
+    ids = here.ids[:1]
+
+    def run(model):
+        kv = model.new_kv_cache(1, 64)
+        first = model(ids[:, :11], kv_cache=kv)
+        steps = [model(ids[:, i : i + 1], kv_cache=kv) for i in range(11, 15)]
+        kv.truncate(12)
+        kv = kv.expand(3).select([0, 2])
+        out, cache = model.run_with_cache(ids[:, 12:].repeat(2, 1), "**", kv_cache=kv, max_bytes=None)
+        values = [v.double().flatten() for v in cache.values()]
+        kv.reset()
+        again = model(ids.repeat(2, 1), kv_cache=kv)
+        return [torch.cat([first, *steps], 1), out, again], dict(zip(cache, values, strict=True))
+
+    (expected, wanted), (actual, found) = both(run)
+    for one, other in zip(actual, expected, strict=True):
+        assert_close(one, other, SPREAD)
+    for name, value in wanted.items():
+        assert_close(found[name], value, SPREAD, name)
+
+
+def check_generate():
+    """Greedy, sampled with a seed, and sampled without one: then the first rank's draws are everyone's."""
+    here = case()
+    for more in ({}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.7, "top_p": 0.9, "seed": [4, 5], "repetition_penalty": 1.2}):
+        expected, actual = both(lambda m, more=more: m.generate(here.ids, 8, attention_mask=here.mask, eos_token_id=None, **more))
+        assert torch.equal(actual, expected), more
+    torch.manual_seed(dist.get_rank())
+    drawn = here.spread.generate(here.ids, 12, attention_mask=here.mask, temperature=2.0, eos_token_id=None)
+    assert all(torch.equal(drawn, other) for other in on_every_rank(drawn))
+    names = ["layers.1.self_attn.attention_scores", "layers.*.mlp.expert_neurons", "layers.2.layer_output", "logits"]
+    hooks = [("layers.1.mlp.expert_weights", lambda value, hook: value * 0.5)]
+
+    def run(model):
+        with model.hooks(hooks):
+            return model.generate(here.ids, 5, attention_mask=here.mask, names=names, align=True, eos_token_id=None)
+
+    (expected, wanted), (actual, found) = both(run)
+    assert torch.equal(actual, expected)
+    for name, value in wanted.items():
+        assert_close(found[name], value, SPREAD, name)
+
+
+@torch.no_grad()
+def check_first_rank_decides():
+    """A hook that is not the same on every rank: what rank 0 made of the value is what all go on with."""
+    model = case().spread
+
+    def noise(value, hook):
+        return value + torch.randn(value.shape, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    def noise_of_first(value, hook):
+        return value + torch.randn(value.shape, generator=torch.Generator().manual_seed(0))
+
+    def not_on_first(value, hook):
+        return value + 1 if dist.get_rank() else None
+
+    def only_on_first(value, hook):
+        return None if dist.get_rank() else value + 1
+
+    for name in ("layers.1.self_attn.attention_premix", "layers.2.mlp.mlp_output", "layers.0.mlp.mlp_neurons", "readout"):
+        assert torch.equal(logits(model, [(name, noise)]), logits(model, [(name, noise_of_first)])), name
+        assert torch.equal(logits(model, [(name, not_on_first)]), logits(model, [(name, lambda value, hook: None)])), name
+        assert torch.equal(logits(model, [(name, only_on_first)]), logits(model, [(name, lambda value, hook: value + 1)])), name
+
+
+@torch.no_grad()
+def check_ranks_of_captures():
+    here = case()
+    names = ["layers.1.self_attn.attention_probabilities", "logits"]
+    out, cache = here.spread.run_with_cache(here.ids, names, ranks="first")
+    assert list(cache) == (names if dist.get_rank() == 0 else [])
+    assert_close(out, here.whole(here.ids), SPREAD)
+    expect(ValueError, 'ranks="first"', lambda: here.spread.run_with_cache(here.ids, names, to="values.safetensors"))
+    _, cache = here.spread.run_with_cache(here.ids, names, ranks="first", to="values.safetensors")
+    assert list(cache) == (names if dist.get_rank() == 0 else [])
+    dist.barrier()
+    kind = FileExistsError if dist.get_rank() == 0 else RuntimeError
+    expect(kind, "exists", lambda: here.spread.run_with_cache(here.ids, names, ranks="first", to="values.safetensors"))
+    dist.barrier()
+    Path("values.safetensors").unlink(missing_ok=True)
+    compare(logits)
+
+
+@torch.no_grad()
+def check_hook_that_raises():
+    """On one rank, at a value in parts and at a whole one: an error on all, which carries it; the next run works."""
+    model, last = case().spread, dist.get_world_size() - 1
+
+    def breaks(value, hook):
+        if dist.get_rank() == last:
+            raise KeyError("the hook's own trouble")
+
+    for name in ("layers.1.self_attn.attention_scores", "layers.2.layer_output", "layers.3.mlp.expert_outputs", "token_embeddings"):
+        kind, words = (KeyError, "own trouble") if dist.get_rank() == last else (RuntimeError, f"(?s)rank {last}.*in breaks.*own trouble")
+        expect(kind, words, lambda name=name: logits(model, [(name, breaks)]))
+        compare(logits)
+
+
+def check_hook_on_gradients_that_raises():
+    here = case()
+    if here.has_stages:
+        return
+
+    def breaks(grad, hook):
+        if dist.get_rank() == 1:
+            raise KeyError("the hook's own trouble")
+
+    with here.spread.hooks(bwd_hooks=[("layers.2.self_attn.attention_premix", breaks)]):
+        total = loss(here.spread, input_ids=here.ids)
+    kind = KeyError if dist.get_rank() == 1 else RuntimeError
+    expect(kind, "own trouble", total.backward)
+    here.spread.zero_grad(set_to_none=True)
+
+
+@torch.no_grad()
+def check_runs_that_differ():
+    """Other tokens, or a hook on one rank only: said at once, on every rank."""
+    here = case()
+    ids = here.ids + (1 if dist.get_rank() == 1 else 0)
+    expect(RuntimeError, "rank 1 has other tokens", lambda: here.spread(ids % here.whole.vocab_size))
+    hooks = [("layers.1.layer_output", edit)] if dist.get_rank() == 1 else []
+    expect(RuntimeError, "listens to other values", lambda: here.spread.run_with_hooks(here.ids, hooks))
+    compare(logits)
+
+
+@torch.no_grad()
+def check_analyses():
+    """Those that read weights ask every rank for its part."""
+    here = case()
+
+    def attributed(model):
+        _, cache = model.run_with_cache(here.ids, "**", max_bytes=None)
+        units = [cache.residual.logit_attribution(3, unit=unit) for unit in ("sublayer", "head", "expert", "slot", "neuron")]
+        _, premix = model.run_with_cache(here.ids, "**.attention_premix")
+        return torch.cat([*(unit.values.flatten() for unit in units), premix.attention.head_results(1).flatten()])
+
+    def ablated(model):
+        with model.ablate_experts({1: [3, 5]}, mode="renorm"), model.knockout([1, 2], [9, 10], [2, 3]):
+            return logits(model)
+
+    compare(ablated)
+    compare(lambda m: m.logit_lens(here.ids).logits)
+    compare(attributed)
+
+
+def check_what_is_refused():
+    here = case()
+    model = here.spread
+    expect(ValueError, "already", lambda: parallelize(model, here.mesh))
+    expect(ValueError, "weights=.dequantized", model.dequantize)
+    expect(ValueError, "save_pretrained", lambda: model.save_pretrained("nowhere"))
+    expect(ValueError, "generate", model.compile_decode)
+
+
+def check_precision():
+    """bfloat16: the logits are as far from float32 as one process's, to a factor of two."""
+    here = case()
+    whole, spread = Dsv4.from_config(config(), seed=0).bfloat16(), parallelize(Dsv4.from_config(config(), seed=0), here.mesh).bfloat16()
+    with torch.no_grad():
+        exact = here.whole(here.ids)
+        error = [(m(here.ids) - exact).abs().median() for m in (whole, spread)]
+    assert error[1] <= 2 * error[0], error
+
+
+@functools.cache
+def stored(linears: str, experts: str, scheme: str) -> tuple[Path, Dsv4Config]:
+    """A checkpoint that every rank of the group reads, with sizes whose parts are whole scale blocks."""
+    sizes = {"hidden_size": 64, "head_dim": 64, "num_attention_heads": 8, "q_lora_rank": 32, "o_lora_rank": 128, "o_groups": 4}
+    sizes |= {"index_n_heads": 8, "index_head_dim": 64, "moe_intermediate_size": 512, "num_hidden_layers": 3}
+    wide = config(**sizes, layer_types=[SLIDING, CSA, HCA], mlp_layer_types=[HASH_MOE, MOE, MOE])
+    folder = Path(f"{linears}-{experts}-{scheme}")
+    if dist.get_rank() == 0 and not folder.exists():
+        make_checkpoint(folder, wide, Recipe(scheme=scheme, linears=linears, experts=experts))
+    dist.barrier()
+    return folder, wide
+
+
+FORMATS = (("FP8", "FP4", "official"), ("FP8", "FP8", "transformers"), ("BF16", "BF16", "official"))
+
+
+@torch.no_grad()
+def check_files():
+    """Each rank loads its part, kept as stored or decoded, and computes what a process with all of it does."""
+    here = case()
+    for formats in FORMATS:
+        folder, wide = stored(*formats)
+        for weights in ("native", "dequantized"):
+            load = functools.partial(Dsv4.from_pretrained, folder, weights=weights, dtype=torch.float32)
+            models = load(), load(mesh=here.mesh)
+            state = models[0].state_dict()
+            cuts = models[1].spread.cuts
+            for name, part in models[1].state_dict().items():
+                expected = cut(state[name], cuts[name]) if name in cuts else state[name]
+                assert part.dtype == expected.dtype
+                assert torch.equal(bits(part), bits(expected)), name
+            ids, mask = padded_batch(wide.vocab_size, 14)
+            (expected, wanted), (actual, found) = (m.run_with_cache(ids, "**", attention_mask=mask, max_bytes=None) for m in models)
+            assert_close(actual[mask.bool()], expected[mask.bool()], SPREAD, f"{formats} {weights}")
+            for name, value in wanted.items():
+                assert_close(found[name].double(), value.double(), SPREAD, f"{formats} {weights} {name}")
+            assert_close(models[1](ids, attention_mask=mask)[mask.bool()], expected[mask.bool()], SPREAD)
+            generated = [m.generate(ids, 4, attention_mask=mask, eos_token_id=None) for m in models]
+            assert torch.equal(*generated)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(torch.uint8)
+
+
+def check_gradients_through_codes():
+    """Codes take none; what is given and what is float32 does."""
+    here = case()
+    folder, wide = stored(*FORMATS[0])
+    ids, mask = padded_batch(wide.vocab_size, 14)
+    found = []
+    for model in (Dsv4.from_pretrained(folder, dtype=torch.float32), Dsv4.from_pretrained(folder, dtype=torch.float32, mesh=here.mesh)):
+        given = torch.randn(*ids.shape, wide.hidden_size, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        out = model(inputs_embeds=given, input_ids=ids, attention_mask=mask)
+        out.logsumexp(-1)[mask.bool()].square().sum().backward()
+        found.append(given.grad)
+    assert_close(found[1], found[0], "spread gradient")
+
+
+def check_illegal_sizes():
+    """Said before anything is read, on every rank."""
+    if case().mesh.mesh_dim_names != ("pp",):
+        expect(ValueError, "do not divide 3 routed experts; legal sizes for this model are 1, 3", lambda: split_over(n_routed_experts=3))
+    if "tp" in case().mesh.mesh_dim_names:
+        expect(ValueError, "do not divide 1 output groups; legal", lambda: split_over(o_groups=1))
+
+
+def split_over(**overrides):
+    return parallelize(Dsv4.from_config(config(**overrides)), case().mesh)
+
+
+# Not in CHECKS: these end the group.
+
+
+def ends_by_a_hook():
+    """An error that nobody catches, on one rank."""
+
+    def breaks(value, hook):
+        if dist.get_rank() == 1:
+            raise KeyError("the hook's own trouble")
+
+    logits(case().spread, [("layers.1.mlp.mlp_neurons", breaks)])
+
+
+def ends_by_a_kill():
+    """A rank that is killed in the middle of a run."""
+
+    def dies(value, hook):
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    logits(case().spread, [("layers.1.mlp.mlp_neurons", dies)])
+
+
+def ends_by_a_rank_that_waits():
+    """A rank that does not come: the others wait as long as the group was told to, whatever the mesh."""
+
+    def waits(value, hook):
+        if dist.get_rank() == 1:
+            time.sleep(GIVEN_UP)
+
+    logits(case().spread, [("layers.1.mlp.mlp_neurons", waits)])
+
+
+CHECKS = [name for name in globals() if name.startswith("check_")]
+SLOW = ("check_all_edits", "check_each_value_alone", "check_replaced_by_itself")
+FEW = ("check_values", "check_edits_in_place", "check_gradients", "check_cache", "check_hook_that_raises", "check_runs_that_differ")
+# What the default run makes, by processes; the slow one makes every check on every mesh. The last item ends the group.
+USUAL = {
+    2: (
+        *(f"tp2:{name}" for name in CHECKS if name not in SLOW),
+        *(f"{mesh}:{name}" for mesh in ("ep2", "pp2") for name in ("check_values", "check_gradients")),
+        "tp2:ends_by_a_kill",
+    ),
+    4: (
+        *(f"pp2tp2:{name}" for name in (*FEW, "check_files")),
+        *("tp4:check_values", "tp4:check_gradients", "ep2tp2:check_values", "pp2tp2:ends_by_a_hook"),
+    ),
+}
+# Seconds that a group waits whose rank does not come, and after which its processes must have ended.
+SHORT, GIVEN_UP = 8, 60
+
+
+def processes_of(mesh: str) -> int:
+    return torch.Size(MESHES[mesh][0]).numel()
+
+
+@pytest.fixture(scope="session")
+def group(tmp_path_factory):
+    """A group that made the items of USUAL, by processes; started once."""
+
+    @functools.cache
+    def of(processes: int) -> Group:
+        return run_group(FILE, processes, USUAL[processes], tmp_path_factory.mktemp(f"group{processes}"))
+
+    return of
+
+
+@pytest.mark.parametrize(("processes", "item"), [(n, item) for n, items in USUAL.items() for item in items[:-1]])
+def test_as_one_process(group, processes, item):
+    said = group(processes).results[item]
+    assert said == [None] * processes, "\n".join(filter(None, said))
+
+
+def test_a_killed_process_ends_the_others(group):
+    killed = group(2)
+    assert killed.codes == [1, -signal.SIGKILL], killed.printed
+    assert killed.results["tp2:ends_by_a_kill"][0].startswith("Traceback")
+
+
+def test_a_hook_that_raises_ends_every_process(group):
+    ended = group(4)
+    assert ended.codes == [1] * 4
+    said = ended.results["pp2tp2:ends_by_a_hook"]
+    assert all("the hook's own trouble" in text and "in breaks" in text for text in said)
+    for rank, text in enumerate(said):
+        last = text.strip().splitlines()
+        assert (
+            any(line.startswith("KeyError") for line in last) if rank == 1 else "RuntimeError: a hook at layers.1.mlp.mlp_neurons" in text
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_as_one_process_in_full(tmp_path, mesh):
+    for item, said in run_group(FILE, processes_of(mesh), [f"{mesh}:{name}" for name in CHECKS], tmp_path).results.items():
+        assert said == [None] * processes_of(mesh), f"{item}:\n" + "\n".join(filter(None, said))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("how", ["ends_by_a_hook", "ends_by_a_kill", "ends_by_a_rank_that_waits"])
+def test_a_lost_process_ends_all(tmp_path, mesh, how):
+    """The timeout of init_process_group holds for the mesh's own groups, whose default is half an hour."""
+    ended = run_group(FILE, processes_of(mesh), [f"{mesh}:{how}"], tmp_path, patience=SHORT, limit=GIVEN_UP)
+    assert 0 not in ended.codes, ended.printed
+    if how != "ends_by_a_rank_that_waits":
+        assert ended.codes[1] == (1 if how == "ends_by_a_hook" else -signal.SIGKILL)
+
+
+# In one process.
+
+
+@pytest.fixture
+def fake_world():
+    """A process group of that many processes of which only this one exists: for what is decided without talking."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def of(size: int, rank: int = 0):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+
+    yield of
+    dist.destroy_process_group()
+
+
+def test_one_process_is_no_mesh(tmp_path):
+    """Bit for bit; the modules are the plain ones."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("pp", "tp"))
+    folder = tmp_path / "checkpoint"
+    make_checkpoint(folder, config(hidden_size=64, moe_intermediate_size=64), Recipe())
+    plain, meshed = Dsv4.from_pretrained(folder), Dsv4.from_pretrained(folder, mesh=mesh)
+    dist.destroy_process_group()
+    assert [type(m) for m in meshed.modules()] == [type(m) for m in plain.modules()]
+    ids, mask = padded_batch(plain.vocab_size)
+    assert torch.equal(meshed(ids, attention_mask=mask), plain(ids, attention_mask=mask))
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(meshed.parameters(), plain.parameters(), strict=True))
+    assert torch.equal(meshed.generate(ids, 4, seed=1, temperature=1.0), plain.generate(ids, 4, seed=1, temperature=1.0))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names", "words"),
+    [
+        (
+            (3,),
+            ("tp",),
+            r'3 processes over "tp" do not divide 4 attention heads, 4 output groups, .*; legal sizes for this model are 1, 2, 4$',
+        ),
+        ((16,), ("ep",), r'16 processes over "ep" do not divide 8 routed experts; legal sizes for this model are 1, 2, 4, 8$'),
+        ((4, 4), ("ep", "tp"), r'16 processes over "ep" do not divide 8 routed experts'),
+        ((5,), ("pp",), r'5 stages over "pp" for 4 blocks; legal sizes for this model are 1 to 4'),
+        ((2, 2), ("tp", "pp"), r"mesh dimensions are \('tp', 'pp'\); expected names of .*in that order"),
+        ((2,), ("dp",), r"expected names of \('pp', 'ep', 'tp'\)"),
+        ((2,), None, "has no names"),
+    ],
+)
+def test_illegal_meshes(fake_world, sizes, names, words):
+    fake_world(torch.Size(sizes).numel())
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    with pytest.raises(ValueError, match=words):
+        parallelize(Dsv4.from_config(config()), mesh)
+
+
+def test_parts_of_codes_are_whole_scale_blocks(fake_world, tmp_path):
+    """384 neurons are 3 blocks of 128: two processes would cut one; decoded, they may."""
+    fake_world(2)
+    make_checkpoint(tmp_path, config(hidden_size=64, moe_intermediate_size=384, o_lora_rank=64, head_dim=64, index_head_dim=32), Recipe())
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    with pytest.raises(ValueError, match=r"384 neurons of the shared expert \(1 x FP8, in blocks of 128\); legal sizes .* are 1$"):
+        Dsv4.from_pretrained(tmp_path, mesh=mesh)
+    part = Dsv4.from_pretrained(tmp_path, mesh=mesh, weights="dequantized")
+    whole = Dsv4.from_pretrained(tmp_path, weights="dequantized").state_dict()
+    for name, tensor in part.state_dict().items():
+        expected = cut(whole[name], part.spread.cuts[name]) if name in part.spread.cuts else whole[name]
+        assert torch.equal(tensor, expected), name
+
+
+def test_arguments_that_contradict_a_mesh(fake_world, tmp_path):
+    fake_world(2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    make_checkpoint(tmp_path, config(), Recipe(linears="BF16", experts="BF16"))
+    for more, words in (
+        ({"device_map": "auto"}, "leave device_map="),
+        ({"experts": "host"}, "leave device_map="),
+        ({"device": "cuda"}, "cpu"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Dsv4.from_pretrained(tmp_path, mesh=mesh, **more)
+
+
+def test_the_plan_names_what_exists():
+    """Every rule meets a module, every tensor that is cut exists, every value in parts has its axis."""
+    model = Dsv4.from_config(config())
+    paths = dict(model.named_modules())
+    for rule in PLAN:
+        found = [path for path in paths if matches(path, rule.pattern)]
+        assert found, rule
+        assert all(set(CUTS[rule.how]) <= {"weight_scale_inv", *dict(paths[path].named_parameters())} | SCALES for path in found)
+    for name, axis in PARTS.items():
+        assert axis in VALUES[name].axes.split(), name
+
+
+SCALES = {"gate_up_proj_scale_inv", "down_proj_scale_inv"}
+
+
+def matches(path: str, pattern: str) -> bool:
+    words = zip(path.split("."), pattern.split("."), strict=False)
+    return path.count(".") == pattern.count(".") and all(a == b or b == "*" for a, b in words)
