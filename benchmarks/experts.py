@@ -1,16 +1,20 @@
 """Routed experts: their tests first, then times beside what the device can do at most.
 
-    python benchmarks/experts.py [--only TEXT]
+    python benchmarks/experts.py [--only TEXT] [--results FOLDER] [--check]
 
 With a CUDA device: Flash and Pro shapes at 1 to 64k tokens, uniform and Zipf-like routing, weights
-in bfloat16, FP8 and FP4, beside torch's grouped product and transformers' implementations over
-bfloat16 weights. Times are medians with a cold L2; the roofline is measured in the same run.
-Without one: the torch way beside transformers' implementations at the sizes of a small model,
-medians of interleaved repeats. A red test prints no time; the last line is JSON.
+in bfloat16, FP8 (also with activations as FP8 codes) and FP4. Baselines over the same bfloat16
+weights: torch's grouped product on sorted rows, a loop over the experts that are hit, and
+transformers' implementations; over codes: our torch way, which decodes the experts that are hit.
+Times are medians with a cold L2; the roofline is measured in the same run.
+Without one: the torch way beside the same baselines at the sizes of a small model, CPU time,
+repeats interleaved. A red test prints no time; the last line is JSON, which --results also writes
+to experts_DEVICE.json. --check compares all ways at small sizes, here, and times nothing.
 """
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -24,11 +28,14 @@ from attention import median_seconds, roofline
 from torch import Tensor
 
 from dsv4.kernels.backend import available
-from dsv4.kernels.grouped_experts import Stored, grouped_experts, refusal
+from dsv4.kernels.grouped_experts import Stored, grouped_experts, refusal, swiglu
+from dsv4.kernels.grouped_linear import decode
+from dsv4.kernels.numeric import wide
 from dsv4.kernels.quantize import fp4_scale_shape, fp8_scale_shape
+from dsv4.kernels.routing import sort_by_expert
 from dsv4.testing import relative_error
 
-TESTS = Path(__file__).resolve().parents[1] / "tests" / "test_kernels_grouped_experts_triton.py"
+TESTS = [Path(__file__).resolve().parents[1] / "tests" / f"test_kernels_grouped_experts{suffix}.py" for suffix in ("", "_triton")]
 LIMIT = 10.0
 TOKENS = (1, 32, 128, 1024, 8192, 65536)
 ROUTINGS = ("uniform", "zipf")
@@ -41,6 +48,9 @@ SCALE_BYTES = (116, 120)
 BATCHED_BYTES = 1 << 30
 CPU_TOKENS = (1, 64, 256, 1024, 4096)
 CPU_REPEATS = 15
+# A repeat is of at least so many tokens, in several calls.
+CPU_TOKENS_AT_LEAST = 64
+CHECKED_TOKENS = (1, 7, 40)
 # Of the largest value: two ways of summing in this dtype.
 AGREE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -123,6 +133,36 @@ def theirs(model: Model, bank: Stored) -> dict[str, Callable]:
     return ways
 
 
+def grouped(x: Tensor, indices: Tensor, weights: Tensor, bank: Stored) -> Tensor:
+    """Sorted rows, torch.nn.functional.grouped_mm twice, a sum over each token's slots."""
+    order, ends = sort_by_expert(indices, bank.num_experts)
+    rows = x.index_select(0, order // indices.shape[1])
+    gate, up = torch.nn.functional.grouped_mm(rows, bank.first.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+    out = torch.nn.functional.grouped_mm(swiglu(gate, up, LIMIT), bank.second.transpose(1, 2), offs=ends)
+    slots = torch.empty_like(out).index_copy_(0, order, out).unflatten(0, indices.shape)
+    return (slots.float() * weights.unsqueeze(-1)).sum(1)
+
+
+def loop(x: Tensor, indices: Tensor, weights: Tensor, bank: Stored) -> Tensor:
+    """Expert by expert, those that are hit."""
+    total = torch.zeros_like(wide(x))
+    for e in indices.unique().tolist():
+        token, slot = (indices == e).nonzero(as_tuple=True)
+        gate, up = torch.nn.functional.linear(x[token], bank.first[e]).chunk(2, dim=-1)
+        out = torch.nn.functional.linear(swiglu(gate, up, LIMIT), bank.second[e])
+        total.index_add_(0, token, wide(out) * weights[token, slot].unsqueeze(-1))
+    return total
+
+
+def baselines(model: Model, bank: Stored, x: Tensor, slots: tuple[Tensor, Tensor]) -> dict[str, Callable]:
+    """Over a dense bank."""
+    ways = {"grouped_mm": lambda: grouped(x, *slots, bank), "loop": lambda: loop(x, *slots, bank)}
+    for way, experts in theirs(model, bank).items():
+        if fits(way, bank, slots[0]):
+            ways[way] = lambda experts=experts: experts(x, *slots)
+    return ways
+
+
 def fits(way: str, bank: Stored, indices: Tensor) -> bool:
     copied = indices.numel() * bank.first[0].numel() * bank.first.element_size()
     return not way.endswith("batched_mm") or copied <= BATCHED_BYTES
@@ -131,7 +171,7 @@ def fits(way: str, bank: Stored, indices: Tensor) -> bool:
 def tests_pass(is_native: bool) -> bool:
     chosen = ["-m", "gpu"] if is_native else []
     pytest = Path(sys.executable).with_name("pytest")
-    return subprocess.run([pytest, TESTS, "-q", *chosen], cwd=TESTS.parents[1]).returncode == 0
+    return subprocess.run([pytest, *TESTS, "-q", *chosen], cwd=TESTS[0].parents[1]).returncode == 0
 
 
 def agree(outputs: dict[str, Tensor], dtype: torch.dtype) -> None:
@@ -175,21 +215,21 @@ def measure(
     x = torch.randn(tokens, model.hidden, device="cuda", dtype=torch.bfloat16)
     slots = route(model, tokens, routing, "cuda")
     ways = {"triton": lambda: grouped_experts(x, *slots, bank, LIMIT, "triton")}
+    ways["torch"] = lambda: grouped_experts(x, *slots, bank, LIMIT)
     if form == "dense":
-        # Ours over torch.nn.functional.grouped_mm.
-        ways["torch"] = lambda: grouped_experts(x, *slots, bank, LIMIT)
-        for way, experts in theirs(model, bank).items():
-            if fits(way, bank, slots[0]):
-                ways[way] = lambda experts=experts: experts(x, *slots)
+        ways |= baselines(model, bank, x, slots)
     agree({way: work() for way, work in ways.items()}, x.dtype)
+    if form == "fp8" and refusal("triton", x.device, x.dtype, form, "deployed") is None:
+        # Other numbers by design; a tensor core multiplies E4M3 twice as fast.
+        ways["triton fp8 x fp8"] = lambda: grouped_experts(x, *slots, bank, LIMIT, "triton", numerics="deployed")
     hit = slots[0].unique().numel()
     flops = 6 * model.hidden * model.inner * slots[0].numel()
     weights = 3 * model.hidden * model.inner * hit * BYTES_PER_WEIGHT[form]
     # Activations in bfloat16, their sums in float32, each once.
     moved = weights + tokens * model.hidden * (2 + 4)
-    least = max(flops / flops_limit, moved / bandwidth)
     rows = []
     for way, work in ways.items():
+        least = max(flops / flops_limit / (2 if way == "triton fp8 x fp8" else 1), moved / bandwidth)
         seconds = median_seconds(work)
         rows.append(
             Timed(
@@ -211,7 +251,7 @@ def measure(
 
 @torch.no_grad()
 def on_cpu(only: str) -> list[dict]:
-    """Median milliseconds of each way, repeats interleaved so that a noisy neighbour hits all."""
+    """Median milliseconds of CPU time, repeats interleaved so that a noisy neighbour hits all."""
     bank = draw_bank(SMALL, "dense", "cpu", torch.float32)
     rows = []
     for tokens in CPU_TOKENS:
@@ -220,43 +260,75 @@ def on_cpu(only: str) -> list[dict]:
             continue
         x = torch.randn(tokens, SMALL.hidden)
         slots = route(SMALL, tokens, "uniform", "cpu")
-        ways = {"ours": lambda x=x, slots=slots: grouped_experts(x, *slots, bank, LIMIT)}
-        for way, experts in theirs(SMALL, bank).items():
-            if fits(way, bank, slots[0]):
-                ways[way] = lambda experts=experts, x=x, slots=slots: experts(x, *slots)
+        ways = {"ours": lambda x=x, slots=slots: grouped_experts(x, *slots, bank, LIMIT)} | baselines(SMALL, bank, x, slots)
         agree({way: work() for way, work in ways.items()}, x.dtype)
+        calls = -(-CPU_TOKENS_AT_LEAST // tokens)
         times: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(CPU_REPEATS):
             for way, work in ways.items():
-                start = time.perf_counter()
-                work()
-                times[way].append(time.perf_counter() - start)
+                start = time.process_time()
+                for _ in range(calls):
+                    work()
+                times[way].append((time.process_time() - start) / calls)
         medians = {way: 1e3 * statistics.median(found) for way, found in times.items()}
-        best = min(ms for way, ms in medians.items() if way != "ours")
-        rows.append({"name": name, "ms": medians, "best_of_theirs_over_ours": best / medians["ours"]})
-        shown = "  ".join(f"{way} {ms:.2f} ms" for way, ms in medians.items())
-        print(f"{name:28s} {shown}  best of theirs / ours {best / medians['ours']:.2f}", flush=True)
+        best = min((way for way in ways if way.startswith("transformers")), key=medians.get)
+        ratio = statistics.median(a / b for a, b in zip(times[best], times["ours"], strict=True))
+        rows.append({"name": name, "ms": medians, "best_of_theirs": best, "best_of_theirs_over_ours": ratio})
+        shown = "  ".join(f"{way} {ms:.3f} ms" for way, ms in medians.items())
+        print(f"{name:28s} {shown}  best of theirs / ours {ratio:.2f}", flush=True)
     return rows
 
 
-def main() -> int:
+@torch.no_grad()
+def check() -> None:
+    """All ways that run here against the loop in float64; ValueError where one differs."""
+    for form in FORMS:
+        bank = draw_bank(SMALL, form, "cpu", torch.float32)
+        exact = [bank.first, bank.second]
+        if form != "dense":
+            exact = [
+                torch.stack([decode(c, s, torch.float64, parts) for c, s in zip(codes, scales, strict=True)])
+                for codes, scales, parts in ((bank.first, bank.first_scale, 2), (bank.second, bank.second_scale, 1))
+            ]
+        exact = Stored(exact[0].double(), None, exact[1].double(), None)
+        for tokens in CHECKED_TOKENS:
+            for routing in ROUTINGS:
+                x, slots = torch.randn(tokens, SMALL.hidden), route(SMALL, tokens, routing, "cpu")
+                outputs = {"float64 loop": loop(x.double(), slots[0], slots[1].double(), exact)}
+                outputs["ours"] = grouped_experts(x, *slots, bank, LIMIT)
+                if form == "dense":
+                    outputs |= {way: work() for way, work in baselines(SMALL, bank, x, slots).items()}
+                agree(outputs, x.dtype)
+                print(f"{SMALL.name} {form} {routing} {tokens}: {', '.join(outputs)} agree")
+
+
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="cases whose name holds this text")
-    only = parser.parse_args().only
+    parser.add_argument("--results", type=Path, help="folder that the JSON is written to as well")
+    parser.add_argument("--check", action="store_true", help="compare all ways at small sizes on the CPU, and time nothing")
+    args = parser.parse_args(arguments)
+    torch.manual_seed(SEED)
+    if args.check:
+        check()
+        print(json.dumps({"correct": True}))
+        return 0
     is_native = torch.cuda.is_available() and available("triton", "cuda") is None
     if not tests_pass(is_native):
         print(json.dumps({"correct": False, "times": []}))
         return 1
-    torch.manual_seed(SEED)
     result = {"correct": True, "torch": torch.__version__}
     if is_native:
         result |= {
             "device": torch.cuda.get_device_name(),
-            "times": [asdict(row) for row in on_device(only)],
+            "times": [asdict(row) for row in on_device(args.only)],
         }
     else:
-        result |= {"device": "cpu", "threads": torch.get_num_threads(), "times": on_cpu(only)}
+        result |= {"device": "cpu", "threads": torch.get_num_threads(), "times": on_cpu(args.only)}
     print(json.dumps(result))
+    if args.results is not None:
+        name = re.sub(r"\W+", "_", result["device"]).lower()
+        (args.results / f"experts_{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

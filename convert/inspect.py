@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -42,6 +43,7 @@ class Report:
         modules: how many linear maps and expert banks of each name are stored in which format.
         blocks: runs of equal blocks, as (first, last, attention, mlp).
         memory: bytes of the model in memory, codes kept ("native") or decoded.
+        offloaded: of "native" and "bfloat16", bytes without the routed experts, of these, and of those that one token uses in all blocks.
         problems: what `Checkpoint.check` raises.
     """
 
@@ -59,6 +61,7 @@ class Report:
     blocks: list[tuple[int, int, str, str]]
     parameters: int
     memory: dict[str, int]
+    offloaded: dict[str, tuple[int, int, int]]
     problems: str | None
 
     def __str__(self) -> str:
@@ -82,6 +85,8 @@ class Report:
             lines.append(f"    {module:<40} {counts}")
         memory = ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in self.memory.items())
         lines.append(f"  memory     {memory}")
+        for kind, (rest, experts, token) in self.offloaded.items():
+            lines.append(f"  offloaded  {kind} {size(rest)}, experts elsewhere {size(experts)} ({size(token)} used by a token)")
         lines.append(f"  problems   {self.problems or 'none'}")
         return "\n".join(lines)
 
@@ -117,6 +122,10 @@ def inspect_checkpoint(folder: str | Path, *, strict_config: bool = False) -> Re
             "native": sum(_native_bytes(source) for source in sources),
             "bfloat16": sum(_dense_bytes(source, torch.bfloat16) for source in sources),
             "float32": sum(_dense_bytes(source, torch.float32) for source in sources),
+        },
+        offloaded={
+            kind: _offloaded(checkpoint, {source.name: count(source) for source in sources})
+            for kind, count in (("native", _native_bytes), ("bfloat16", partial(_dense_bytes, dtype=torch.bfloat16)))
         },
         problems=str(checkpoint.problems.error(folder)) if checkpoint.problems else None,
     )
@@ -176,6 +185,12 @@ def _numel(source: Source) -> int:
 
 def _dense_bytes(source: Source, dtype: torch.dtype) -> int:
     return _numel(source) * (source.spec.dtype or dtype).itemsize
+
+
+def _offloaded(checkpoint: Checkpoint, nbytes: dict[str, int]) -> tuple[int, int, int]:
+    config = checkpoint.config
+    experts = sum(amount for name, amount in nbytes.items() if checkpoint.sources[name].spec.is_experts)
+    return sum(nbytes.values()) - experts, experts, experts * config.num_experts_per_tok // config.n_routed_experts
 
 
 def _native_bytes(source: Source) -> int:

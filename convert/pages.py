@@ -4,39 +4,22 @@
     weight, scale = pages.read(source, piece)            # views of the files
     pages.ahead(pieces)                                  # ask the system to read on, and return at once
 
-The maps are private and read-only, so that they count as no process's own memory (RLIMIT_DATA) and the system drops their pages
-where memory is short. Writing into a view ends the process. What no header can tell (NaN codes, scales, expert ids) is checked
-when a part is read for the first time.
+What no header can tell (NaN codes, scales, expert ids) is checked when a part is read for the first time.
 """
 
-import mmap
-import os
-import threading
-import warnings
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from dsv4.convert.header import StoredTensor
 from dsv4.convert.layout import INT64
+from dsv4.convert.mapped import Mapped
 from dsv4.convert.names import GATE, UP
 from dsv4.convert.plan import Piece, Source
 from dsv4.convert.reader import Checkpoint
 from dsv4.convert.tensors import as_scale, check_codes, check_ids, check_range, check_scale, decode
 
-DTYPES = {
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-}
 # Where a stack's pieces are for one expert: gate over up.
 HALVES = (GATE, UP)
 
@@ -48,30 +31,18 @@ class Pages:
     """The files of an opened checkpoint, mapped when they are first asked for."""
 
     def __init__(self, checkpoint: Checkpoint):
-        self.folder = checkpoint.folder
         self._num_experts = checkpoint.config.n_routed_experts
-        self._maps: dict[str, tuple[mmap.mmap, int]] = {}
+        self._files = Mapped(checkpoint.folder)
         self._places: dict[str, dict[tuple[int | None, int | None], Piece]] = {}
         self._checked: set[tuple] = set()
-        self._lock = threading.Lock()
-        # A warning that torch gives once: what is mapped here is read and never written.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.frombuffer(bytes(1), dtype=torch.uint8)
 
     def __deepcopy__(self, memo) -> "Pages":
         return self
 
-    def view(self, tensor: StoredTensor) -> Tensor:
-        """The stored tensor, in the file's dtype."""
-        dtype = DTYPES[tensor.dtype]
-        count = tensor.nbytes // dtype.itemsize
-        return torch.frombuffer(self._map(tensor.file)[0], dtype=dtype, count=count, offset=tensor.begin).view(tensor.shape)
-
     def read(self, source: Source, piece: Piece) -> tuple[Tensor, Tensor | None]:
         """A piece's weight and scale. Raises CheckpointError, the first time, where its data are damaged."""
-        weight = self.view(piece.weight)
-        scale = None if piece.scale is None else as_scale(self.view(piece.scale))
+        weight = self._files.view(piece.weight)
+        scale = None if piece.scale is None else as_scale(self._files.view(piece.scale))
         # A stack of all experts is read and checked expert by expert.
         if piece.place.expert is not None or not source.spec.is_experts:
             self._check(source, piece, weight, scale, piece.weight.name)
@@ -122,33 +93,19 @@ class Pages:
             row += weight.shape[0]
 
     def ahead(self, pieces: Iterable[Piece], experts: dict[str, tuple[int, int]] | None = None) -> None:
-        """Have the system read these pieces in the background, where it can (posix_fadvise)."""
-        advise = getattr(os, "posix_fadvise", None)
-        if advise is None:
-            return
+        """Have the system read these pieces in the background; of a stack in `experts`, {stored name: (expert, of how many)}, one."""
         for tensor in _tensors(pieces):
             begin, end = tensor.begin, tensor.end
             if experts is not None and tensor.name in experts:
                 number, of = experts[tensor.name]
                 each = tensor.nbytes // of
                 begin, end = begin + number * each, begin + (number + 1) * each
-            advise(self._map(tensor.file)[1], begin, end - begin, os.POSIX_FADV_WILLNEED)
+            self._files.ahead(tensor.file, begin, end - begin)
 
     def expert_ahead(self, source: Source, expert: int) -> None:
         pieces = self.pieces(source, expert)
         stacks = {t.name: (expert, source.spec.shape[0]) for piece in pieces if piece.place.expert is None for t in _tensors([piece])}
         self.ahead(pieces, stacks)
-
-    def _map(self, file: str) -> tuple[mmap.mmap, int]:
-        with self._lock:
-            if file not in self._maps:
-                descriptor = os.open(Path(self.folder) / file, os.O_RDONLY)
-                self._maps[file] = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ), descriptor
-            return self._maps[file]
-
-    def __del__(self):
-        for _, descriptor in self.__dict__.get("_maps", {}).values():
-            os.close(descriptor)
 
     def _check(self, source: Source, piece: Piece, weight: Tensor, scale: Tensor | None, key) -> None:
         if key in self._checked:

@@ -18,14 +18,14 @@ from types import MappingProxyType
 from typing import Any, Self
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from dsv4.config import Dsv4Config
 from dsv4.convert import names
 from dsv4.convert.cuts import Cut, cut_piece, cut_source, nbytes_read, part_of
-from dsv4.convert.header import Shard, StoredTensor, read_shards
+from dsv4.convert.header import Shard, read_shards
 from dsv4.convert.layout import INT64
+from dsv4.convert.mapped import Mapped
 from dsv4.convert.names import Place, Scheme
 from dsv4.convert.packaging import refuse_packagings
 from dsv4.convert.plan import (
@@ -52,6 +52,8 @@ from dsv4.convert.tensors import (
 from dsv4.kernels.quantize import fp4_scale_shape, fp8_scale_shape
 
 CONFIG_NAME = "config.json"
+# Shards mapped at a time: what was read of the others is mapped no more.
+FILES_OPEN = 4
 TARGET_DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 
 Native = bool | Callable[[str], bool]
@@ -199,11 +201,11 @@ class Checkpoint:
             for source in self.sources.values()
         }
         steps.sort(key=lambda step: (step[0].weight.file, step[0].weight.begin))
-        files = _Files(self.folder)
+        files = Mapped(self.folder, FILES_OPEN)
         done, total = 0, sum(nbytes_read(piece, cuts.get(source.name)) for piece, source in steps)
         for piece, source in steps:
-            weight = files.read(piece.weight)
-            scale = None if piece.scale is None else as_scale(files.read(piece.scale))
+            weight = files.view(piece.weight)
+            scale = None if piece.scale is None else as_scale(files.view(piece.scale))
             weight, scale, inner = cut_piece(piece, weight, scale, source.format, cuts.get(source.name))
             if source.spec.dtype is INT64:
                 check_ids(piece.weight.name, weight, self.config.n_routed_experts)
@@ -254,26 +256,6 @@ class _Read:
             out[0].copy_(part_of(decode(self.weight, self.scale, self.source.format, self.dtype), self.inner))
         if not self.is_kept and self.dtype is not INT64:
             check_range(self.piece.weight.name, self.weight, self.largest_scale, out[0])
-
-
-class _Files:
-    """Shards open for reading, few at a time: what was read of a closed one is mapped no more."""
-
-    LIMIT = 4
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._open: dict[str, safe_open] = {}
-
-    def read(self, tensor: StoredTensor) -> Tensor:
-        """A view of the file's pages."""
-        file = tensor.file
-        # Reinserted, so that the one longest unused is the first.
-        handle = self._open.pop(file, None) or safe_open(self._folder / file, framework="pt")
-        self._open[file] = handle
-        if len(self._open) > self.LIMIT:
-            del self._open[next(iter(self._open))]
-        return handle.get_tensor(tensor.name)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

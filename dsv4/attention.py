@@ -17,7 +17,6 @@ from dsv4.config import Dsv4Config
 from dsv4.float32 import Float32
 from dsv4.hooks import HookPoint, Probed
 from dsv4.indexer import Indexer
-from dsv4.kernels.norm_rotary import rotate, rotate_back
 from dsv4.kernels.numeric import wide
 from dsv4.kernels.sparse_attention import mix_values, score_keys, softmax_with_sink, sparse_attention, visible_entries, visible_tokens
 from dsv4.linear import BlockDiagonalLinear, Linear
@@ -81,23 +80,36 @@ class SlidingAttention(Probed, Float32):
         tap = self.tap
         cos, sin = call.rotations[self.rope_kind]
         latent = tap.attention_query_latent(self.q_a_norm(self.q_a_proj(x)))
-        queries = self.q_b_norm(self.q_b_proj(latent).unflatten(-1, (self.heads, self.width)))
-        queries = tap.attention_queries_unrotated(queries.transpose(1, 2)).transpose(1, 2)
-        queries = tap.attention_queries(rotate(queries, cos.unsqueeze(2), sin.unsqueeze(2)).transpose(1, 2))
-        keys = tap.attention_keys_unrotated(self.kv_norm(self.kv_proj(x)).unsqueeze(1))
-        tokens = rotate(keys.squeeze(1), cos, sin).masked_fill(~call.valid.unsqueeze(-1), 0.0)
+        queries = tap.attention_queries(self.queries(latent, cos, sin).transpose(1, 2))
+        tokens = self.keys(x, cos, sin, call)
         entries, selection = self.compress(x, latent, call, kv)
         tokens = tokens if kv is None else kv.keys.extend(tokens, call.earlier.shape[1])
 
         attend = self.spelled if self.listened & FUSED_AWAY else self.fused
         mixed = attend(queries, tokens, entries, selection, call)
-        heads = tap.attention_head_outputs(rotate_back(mixed, cos.unsqueeze(2), sin.unsqueeze(2)))
+        heads = tap.attention_head_outputs(self.q_b_norm.only_turned(mixed, cos, sin, back=True))
         premix = tap.attention_premix(heads.flatten(2))
         low_rank = tap.attention_low_rank_output(self.o_a_proj(premix))
         output = self.o_b_proj(low_rank.flatten(2))
         if self.attention_head_results.live:
             output = self.with_head_results(output, premix)
         return tap.attention_output(output)
+
+    def queries(self, latent: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[b s q_lora_rank] -> [b s N D], normed and turned."""
+        queries = self.q_b_proj(latent).unflatten(-1, (self.heads, self.width))
+        if "attention_queries_unrotated" not in self.listened:
+            return self.q_b_norm.turned(queries, cos, sin)
+        queries = self.tap.attention_queries_unrotated(self.q_b_norm(queries).transpose(1, 2)).transpose(1, 2)
+        return self.q_b_norm.only_turned(queries, cos, sin)
+
+    def keys(self, x: Tensor, cos: Tensor, sin: Tensor, call: Call) -> Tensor:
+        """[b s hidden] -> this call's token keys [b s D], normed and turned, zeros at padding."""
+        keys = self.kv_proj(x)
+        if "attention_keys_unrotated" not in self.listened:
+            return self.kv_norm.turned(keys.unsqueeze(2), cos, sin, call.valid).squeeze(2)
+        keys = self.tap.attention_keys_unrotated(self.kv_norm(keys).unsqueeze(1)).transpose(1, 2)
+        return self.kv_norm.only_turned(keys, cos, sin).squeeze(2).masked_fill(~call.valid.unsqueeze(-1), 0.0)
 
     def fused(self, queries, tokens, entries, selection, call: Call) -> Tensor:
         reach = call.reach(self.window, self.layer_type)

@@ -13,7 +13,7 @@ from dsv4.call import Call
 from dsv4.config import Dsv4Config
 from dsv4.hooks import HookPoint, Probed
 from dsv4.hyper_connection import HyperConnection
-from dsv4.kernels.hyper_connection import collapse, write_back
+from dsv4.kernels.hyper_connection import collapse
 from dsv4.norm import RMSNorm
 
 # Values of a read site that the read in one go does not have.
@@ -63,28 +63,50 @@ class Block(Probed):
         """Streams entering [b s n hidden] -> streams leaving."""
         tap = self.tap
         x = tap.layer_input(x)
-        post, comb, collapsed = self.read("attention", self.attn_hc, x)
-        normed = tap.attention_norm_output(self.input_layernorm(collapsed))
-        x = tap.layer_mid(write_back(x, comb, post, self.self_attn(normed, call, kv)))
-        post, comb, collapsed = self.read("mlp", self.ffn_hc, x)
-        normed = tap.mlp_input(tap.mlp_norm_output(self.post_attention_layernorm(collapsed)))
-        return tap.layer_output(write_back(x, comb, post, self.mlp(normed, call)))
+        post, comb, normed = self.read("attention", x)
+        out = self.self_attn(tap.attention_norm_output(normed), call, kv)
+        if self.layer_mid.live or self.listened & HIDDEN["mlp"]:
+            x = tap.layer_mid(self.attn_hc.write(x, comb, post, out))
+            post, comb, normed = self.read("mlp", x)
+        else:
+            x, *values = self.ffn_hc.write_and_read(x, comb, post, out, self.post_attention_layernorm)
+            post, comb, normed = self.shown("mlp", x, *values)
+        out = self.mlp(tap.mlp_input(tap.mlp_norm_output(normed)), call)
+        return tap.layer_output(self.ffn_hc.write(x, comb, post, out))
 
-    def read(self, site: str, hc: HyperConnection, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(post [b s n], comb [b s n n], collapsed [b s hidden]) of one read site."""
+    def read(self, site: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(post [b s n], comb [b s n n], normed [b s hidden]) of one read site."""
+        hc, norm = self.site(site)
+        if not self.listened & HIDDEN[site]:
+            return self.shown(site, x, *hc.read(x, norm))
 
         def at(value: str):
             return getattr(self.tap, f"{site}_{value}")
 
-        if not self.listened & HIDDEN[site]:
-            pre, post, comb, collapsed = hc.read(x)
-            read_by = at("pre")(pre)
-            post, comb = at("post")(post), at("comb")(comb)
-            collapsed = collapsed if read_by is pre else collapse(x, read_by)
-            return post, comb, at("collapsed")(collapsed)
         logits = at("hc_logits")(hc.logits(x))
         pre = at("pre")(hc.pre(logits))
         post = at("post")(hc.post(logits))
         rounds = at("sinkhorn")(hc.sinkhorn(at("comb_start")(hc.comb_start(logits))))
         comb = at("comb")(rounds[..., -1, :, :])
-        return post, comb, at("collapsed")(collapse(x, pre))
+        return post, comb, norm(at("collapsed")(collapse(x, pre)))
+
+    def shown(self, site: str, x: Tensor, pre: Tensor, post: Tensor, comb: Tensor, collapsed: Tensor, normed: Tensor | None):
+        """What a read in one go made, through its points. What follows a point at which someone listens is made again from what the
+        point returns, edited or not: by torch, so that a value replaced by itself changes nothing.
+        """
+        hc, norm = self.site(site)
+
+        def at(value: str):
+            return getattr(self.tap, f"{site}_{value}")
+
+        read_by = at("pre")(pre)
+        post, comb = at("post")(post), at("comb")(comb)
+        if read_by is not pre or (hc.backend == "triton" and getattr(self, f"{site}_pre").live):
+            collapsed, normed = collapse(x, read_by), None
+        if getattr(self, f"{site}_collapsed").live:
+            normed = None
+        collapsed = at("collapsed")(collapsed)
+        return post, comb, norm(collapsed) if normed is None else normed
+
+    def site(self, site: str) -> tuple[HyperConnection, RMSNorm]:
+        return (self.attn_hc, self.input_layernorm) if site == "attention" else (self.ffn_hc, self.post_attention_layernorm)

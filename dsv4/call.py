@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsv4.config import Dsv4Config
-from dsv4.kernels.sparse_attention import Reach, once
+from dsv4.kernels.reach import Reach, once
 
 Rotation = tuple[Tensor, Tensor]
 

@@ -16,6 +16,14 @@ RUN_DTYPES = ("float32", "bfloat16")
 READOUTS = ("head", "mean", "each", "final_pre")
 UNITS = ("sublayer", "head", "expert", "slot", "neuron")
 PICTURES = ("token_pattern", "routing", "streams", "lens", "attribution")
+PLACES = ("resident", "host", "disk")
+RATES = (
+    ("hbm", "4.8TB", "memory of a GPU"),
+    ("host", "300GB", "memory of the host"),
+    ("pcie", "55GB", "link from the host to a GPU"),
+    ("disk", "7GB", "disk"),
+    ("nvlink", "450GB", "link between GPUs"),
+)
 # What wrong paths, prompts, files and options raise; anything else keeps its traceback.
 CALLERS = (ValueError, OSError, NotImplementedError)
 FAILED, INTERRUPTED = 2, 130
@@ -93,6 +101,7 @@ def parser() -> argparse.ArgumentParser:
     convert.add_argument("--overwrite", action="store_true", help="replace a checkpoint that is in DST")
     convert.set_defaults(run=run_convert)
 
+    add_plan(commands)
     add_watching(commands)
 
     listing = commands.add_parser("values", help="every standard value: name, layout, axes, cost, meaning")
@@ -104,6 +113,29 @@ def parser() -> argparse.ArgumentParser:
     support.add_argument("--layer", type=int, help="one block (default: all, as layers.*)")
     support.set_defaults(run=run_support)
     return top
+
+
+def add_plan(commands) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="what a model needs on given machines: layout, bytes, and a bound of its speed",
+        description=(
+            "Layout, bytes by device, KV cache, bytes moved by a decoding step and the time that bounds it, calculated from the config "
+            "(and, of a checkpoint, its headers). Bytes are written as 141GB (powers of ten) or 80GiB, rates as bytes a second."
+        ),
+    )
+    plan.add_argument("--model", required=True, metavar="flash|pro|PATH_OR_ID")
+    plan.add_argument("--gpus", default="1x141GB", metavar="NxBYTES", help="0 for none (default: %(default)s)")
+    plan.add_argument("--host", default="1TB", metavar="BYTES", help="host memory (default: %(default)s)")
+    plan.add_argument("--experts", choices=PLACES, default="resident", help="where routed experts stay (default: %(default)s)")
+    plan.add_argument("--weights", choices=("native", "bf16"), default="native", help="(default: %(default)s)")
+    plan.add_argument("--map", choices=("auto", "balanced"), default="balanced", help="as device_map (default: %(default)s)")
+    plan.add_argument("--context", default="8192", metavar="N", help="tokens held of each row, also as 128k or 1M (default: %(default)s)")
+    plan.add_argument("--batch", type=positive, default=1, metavar="N", help="rows that decode together (default: %(default)s)")
+    for name, rate, what in RATES:
+        plan.add_argument(f"--{name}-rate", default=rate, metavar="BYTES", help=f"{what}, a second (default: %(default)s)")
+    plan.add_argument("--json", action="store_true", help="one line of JSON in place of a table")
+    plan.set_defaults(run=run_plan)
 
 
 def add_watching(commands) -> None:
@@ -210,6 +242,24 @@ def run_inspect(arguments: argparse.Namespace) -> None:
     with fetch_headers(arguments.model) as folder:
         # A hub id's headers lie in a temporary folder.
         print(replace(inspect_checkpoint(folder), folder=arguments.model))
+
+
+def run_plan(arguments: argparse.Namespace) -> None:
+    from dsv4.scale import plan_of
+
+    rates = {name: getattr(arguments, f"{name}_rate") for name, _, _ in RATES}
+    found = plan_of(
+        arguments.model,
+        arguments.gpus,
+        arguments.host,
+        experts=arguments.experts,
+        weights=arguments.weights,
+        strategy=arguments.map,
+        context=arguments.context,
+        rows=arguments.batch,
+        rates=rates,
+    )
+    print(json.dumps(found.as_dict()) if arguments.json else "\n".join(found.lines()))
 
 
 def run_convert(arguments: argparse.Namespace) -> None:

@@ -21,6 +21,17 @@ def _guards_kept(guards) -> list[bool]:
 Step = Callable[[Tensor, FixedCache, Tensor], Tensor]
 
 
+LISTENED_TO = (
+    "a compiled model calls no probe point, and something listens to one: remove it (model.reset_hooks(), or leave the `with`), or call "
+    "the model itself instead of what torch.compile returned"
+)
+
+
+@torch.compiler.disable(reason=LISTENED_TO)
+def refuse_listeners() -> None:
+    raise RuntimeError(LISTENED_TO)
+
+
 class Compiling:
     """Mixed into the model."""
 
@@ -98,7 +109,7 @@ class Compiling:
     def traced(self, given, *, attention_mask, input_ids, inputs_embeds, kv_cache, logits_to_keep, start_at_layer, stop_at_layer):
         """`forward` as torch.compile sees it: the same values, without the checks that read numbers back."""
         if self.is_listened_to:
-            raise RuntimeError("a compiled model calls no probe point, and something listens to one: remove it, or call the model itself")
+            refuse_listeners()
         if kv_cache is not None or start_at_layer is not None or self.skipped:
             raise ValueError("a compiled model runs whole rows from layer 0; compile decoding with model.compile_decode()")
         ids = given if input_ids is None else input_ids

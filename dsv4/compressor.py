@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from dsv4.call import Call, Windows
 from dsv4.config import Dsv4Config
 from dsv4.float32 import Float32
-from dsv4.hooks import HookPoint, Probed
-from dsv4.kernels.norm_rotary import rotate
-from dsv4.kernels.pooling import pool, pool_gates
+from dsv4.hooks import HookPoint, Probed, is_watched
+from dsv4.kernels.pooling import fused_pool, pool, pool_gates, slots_of
 from dsv4.linear import Linear
 from dsv4.norm import RMSNorm
 
@@ -25,6 +24,8 @@ class EntryPool(Probed, Float32):
     """Pools windows of `rate` tokens into entries of `width`; `series` projections stand side by side (2 = overlapping windows)."""
 
     FLOAT32 = ("position_bias",)
+    # Of what the module fuses; chosen once, when the model is built (pretrained.use_kernels).
+    backend = "torch"
 
     def __init__(self, config: Dsv4Config, layer_type: str, width: int, series: int):
         super().__init__()
@@ -39,6 +40,14 @@ class EntryPool(Probed, Float32):
         """x [b s hidden] -> [b s 2 * series * width] float32: kv beside gate."""
         return torch.cat((self.kv_proj.in_float32(x), self.gate_proj.in_float32(x)), dim=-1)
 
+    def entries(self, projected: Tensor, windows: Windows, dtype: torch.dtype) -> Tensor:
+        """The entries that close [b e_new width], with nobody looking at the gates."""
+        if self.backend == "torch" or windows.new == 0 or is_watched(self.kv_norm):
+            return self.pooled(projected, self.gates(projected, windows, windows.present), windows, dtype)
+        norm = self.kv_norm
+        where = (*windows.rotation, windows.index, windows.present, windows.filled)
+        return fused_pool(projected, self.position_bias, norm.weight, *where, norm.eps, dtype)
+
     def gates(self, projected: Tensor, windows: Windows, present: Tensor) -> Tensor:
         """projected [b kept+s ...], present [b e_new window] bool -> the weight of each slot and channel [b e_new window width]."""
         if windows.new == 0:
@@ -52,15 +61,13 @@ class EntryPool(Probed, Float32):
         if windows.new == 0:
             return projected.new_zeros(len(projected), 0, self.width, dtype=dtype)
         kv = projected.chunk(2, dim=-1)[0]
-        entries = rotate(self.kv_norm(pool(self.slots(kv, windows), gates).to(dtype)), *windows.rotation)
+        pooled = pool(self.slots(kv, windows), gates).to(dtype)
+        entries = self.kv_norm.turned(pooled.unsqueeze(2), *windows.rotation).squeeze(2)
         return entries.masked_fill(~windows.filled.unsqueeze(-1), 0.0)
 
     def slots(self, projected: Tensor, windows: Windows) -> Tensor:
         """[b kept+s series * width] -> [b e_new window width]: each slot's token, seen through the series that the slot uses."""
-        rows = torch.arange(projected.shape[0], device=projected.device)[:, None, None]
-        per_series = windows.index.chunk(self.series, dim=-1)
-        halves = projected.chunk(self.series, dim=-1)
-        return torch.cat([half[rows, index] for half, index in zip(halves, per_series, strict=True)], dim=2)
+        return slots_of(projected, windows.index, self.series)
 
 
 class Compressor(EntryPool):
@@ -75,8 +82,11 @@ class Compressor(EntryPool):
         """x [b s hidden] -> entries that exist after the call [b e D]."""
         windows = call.windows[self.layer_type]
         projected = self.project(x) if kv is None else kv.projections.extend(self.project(x), windows.kept)
-        gates = self.tap.compressor_gates(self.gates(projected, windows, windows.present))
-        made = self.pooled(projected, gates, windows, x.dtype)
+        if self.spelled_out:
+            gates = self.tap.compressor_gates(self.gates(projected, windows, windows.present))
+            made = self.pooled(projected, gates, windows, x.dtype)
+        else:
+            made = self.entries(projected, windows, x.dtype)
         entries = self.tap.compressed_entries(made)
         if entries is not made:
             entries = entries.masked_fill(~windows.filled.unsqueeze(-1), 0.0)

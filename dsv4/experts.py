@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from dsv4.config import Dsv4Config
 from dsv4.kernels.grouped_experts import Stored, grouped_experts, slots_in_order, sort_by_expert
 from dsv4.kernels.grouped_linear import coded_linear, decode, grouped_product
-from dsv4.linear import SCALE_BLOCK, apply_to_codes
+from dsv4.linear import SCALE_BLOCK, Coded, apply_to_codes
 
 FP4_GROUP = 32
 
@@ -18,6 +18,8 @@ class Experts(nn.Module):
     """Dense bank: gate_up_proj [E, 2I, H], down_proj [E, H, I]."""
 
     form = "dense"
+    # Or "deployed", of FP8 banks (see grouped_experts).
+    numerics = "exact"
 
     def __init__(self, config: Dsv4Config):
         super().__init__()
@@ -37,7 +39,7 @@ class Experts(nn.Module):
         """
         slots = (indices.flatten(0, 1), weights.flatten(0, 1))
         valid = None if valid is None else valid.flatten()
-        return grouped_experts(x.flatten(0, 1), *slots, self, self.limit, self.backend, valid).view(x.shape)
+        return grouped_experts(x.flatten(0, 1), *slots, self, self.limit, self.backend, valid, self.numerics).view(x.shape)
 
     def stored(self, dtype: torch.dtype) -> Stored:
         """What the device code reads."""
@@ -75,7 +77,7 @@ class Experts(nn.Module):
         return f"{self.num_experts} x ({self.width} -> {self.neurons} -> {self.width})"
 
 
-class StoredExperts(Experts):
+class StoredExperts(Coded, Experts):
     """A bank of codes with scales, kept as stored. Codes take no gradient; activations and routing weights do."""
 
     def __init__(self, config: Dsv4Config):
@@ -124,6 +126,7 @@ class Fp8Experts(StoredExperts):
     """E4M3 codes with 128x128 scales; gate and up have a grid of scales each."""
 
     form = "fp8"
+    CODES = torch.float8_e4m3fn
 
     def empty(self, rows, columns, stacked):
         e = self.num_experts
@@ -138,6 +141,7 @@ class Fp4Experts(StoredExperts):
     """E2M1 codes packed two to a byte (low nibble = even column) with one E8M0 scale per 32 columns."""
 
     form = "fp4"
+    CODES = torch.int8
 
     def empty(self, rows, columns, stacked):
         e = self.num_experts

@@ -30,6 +30,11 @@ def _same(x):
     return x
 
 
+def is_watched(module: nn.Module) -> bool:
+    """Whether PyTorch's own hooks, or a forward set on the instance, look at a module that is no point: a fused way then calls it."""
+    return any(module.__dict__[name] for name in THEIR_HOOKS) or "forward" in module.__dict__
+
+
 class HookPoint(nn.Module):
     """A named place in the forward pass: an identity module whose path from the model is its name.
 
@@ -147,11 +152,16 @@ class HookPoint(nn.Module):
     @property
     def foreign(self) -> bool:
         """Something other than our own hooks listens: PyTorch's module hooks, or a forward set on the instance (nnsight)."""
-        return any(self.__dict__[name] for name in THEIR_HOOKS) or "forward" in self.__dict__
+        return is_watched(self)
 
     @property
     def live(self) -> bool:
         return bool(self._captures or self._hooks or self._gradient_hooks) or self.foreign
+
+    @property
+    def can_edit(self) -> bool:
+        """Whether something attached may give another value than it was handed; captures do not."""
+        return bool(self._hooks) or self.foreign
 
     def _changed(self) -> None:
         # While a copy of the model is being made there is no owner yet.

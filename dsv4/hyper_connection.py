@@ -8,11 +8,16 @@ from torch import Tensor, nn
 
 from dsv4.config import Dsv4Config
 from dsv4.float32 import Float32
+from dsv4.hooks import is_watched
 from dsv4.kernels import hyper_connection as op
+from dsv4.norm import RMSNorm
 
 
 class HyperConnection(Float32):
     """One read site. The steps are methods, so that the block can spell them out; `read` is the same in one go."""
+
+    # Of what is done in one go; chosen once, when the model is built (pretrained.use_kernels).
+    backend = "torch"
 
     def __init__(self, config: Dsv4Config):
         super().__init__()
@@ -22,9 +27,33 @@ class HyperConnection(Float32):
         self.base = nn.Parameter(torch.empty((2 + n) * n, dtype=torch.float32))
         self.scale = nn.Parameter(torch.empty(3, dtype=torch.float32))
 
-    def read(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x [b s n hidden] -> pre [b s n], post [b s n], comb [b s n n], collapsed [b s hidden]."""
-        return op.read(x, self.fn, self.scale, self.base, iters=self.iters, eps=self.eps, rms_eps=self.rms_eps)
+    def read(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """x [b s n hidden] -> pre [b s n], post [b s n], comb [b s n n], collapsed [b s hidden], and what `norm` makes of that, where it
+        is made on the way, else None.
+        """
+        if self.backend == "torch":
+            return *op.read(x, self.fn, self.scale, self.base, iters=self.iters, eps=self.eps, rms_eps=self.rms_eps), None
+        weight, numbers = self._norm(norm)
+        *values, normed = op.fused_read(x, self.fn, self.scale, self.base, weight, *numbers)
+        return *values, None if weight is None else normed
+
+    def write(self, x: Tensor, comb: Tensor, post: Tensor, out: Tensor) -> Tensor:
+        """x [b s n hidden], comb [b s n n], post [b s n], out [b s hidden] -> streams [b s n hidden]."""
+        return op.write_back(x, comb, post, out) if self.backend == "torch" else op.fused_write(x, comb, post, out)
+
+    def write_and_read(self, x: Tensor, comb: Tensor, post: Tensor, out: Tensor, norm: RMSNorm) -> tuple[Tensor, ...]:
+        """What another site writes back, and `read` of it: (streams, the five results of the read)."""
+        if self.backend == "torch":
+            written = self.write(x, comb, post, out)
+            return written, *self.read(written, norm)
+        weight, numbers = self._norm(norm)
+        *values, normed = op.fused_write_read(x, comb, post, out, self.fn, self.scale, self.base, weight, *numbers)
+        return *values, None if weight is None else normed
+
+    def _norm(self, norm: RMSNorm) -> tuple[Tensor | None, tuple[int, float, float, float]]:
+        """(the norm's weight where it may be fused, the op's numbers)."""
+        is_fused = norm.backend == "triton" and not is_watched(norm)
+        return norm.weight if is_fused else None, (self.iters, self.eps, self.rms_eps, norm.eps)
 
     def logits(self, x: Tensor) -> Tensor:
         return op.mix_logits(x, self.fn, self.rms_eps)

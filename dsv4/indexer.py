@@ -14,8 +14,7 @@ from dsv4.call import OVERLAPPING, Call
 from dsv4.compressor import EntryPool
 from dsv4.config import Dsv4Config
 from dsv4.hooks import HookPoint
-from dsv4.kernels.index_scores import closed_entries, combine_heads, index_head_scores, select_by_index, select_entries
-from dsv4.kernels.norm_rotary import rotate
+from dsv4.kernels.index_scores import closed_entries, combine_heads, fused_select, index_head_scores, select_by_index, select_entries
 from dsv4.linear import Linear
 
 
@@ -61,14 +60,14 @@ class Indexer(EntryPool):
     def keys(self, x: Tensor, call: Call, kv) -> Tensor:
         windows = call.windows[self.layer_type]
         projected = self.project(x) if kv is None else kv.projections.extend(self.project(x), windows.kept)
-        entries = self.pooled(projected, self.gates(projected, windows, windows.present), windows, x.dtype)
+        entries = self.entries(projected, windows, x.dtype)
         return entries if kv is None else kv.entries.extend(entries, windows)
 
     def select(self, x: Tensor, latent: Tensor, keys: Tensor, call: Call) -> Tensor:
         tap = self.tap
         cos, sin = call.rotations["compress"]
         queries = self.q_b_proj(latent).unflatten(-1, (self.heads, self.width))
-        queries = tap.indexer_queries(rotate(queries, cos.unsqueeze(2), sin.unsqueeze(2)))
+        queries = tap.indexer_queries(self.kv_norm.only_turned(queries, cos, sin))
         keys = tap.indexer_keys(keys)
         weights = tap.indexer_head_weights(self.scorer(x))
         rate = call.windows[self.layer_type].rate
@@ -83,6 +82,8 @@ class Indexer(EntryPool):
 
     def fused(self, queries: Tensor, keys: Tensor, weights: Tensor, call: Call) -> Tensor:
         rate = call.windows[self.layer_type].rate
+        if self.backend == "triton":
+            return fused_select(queries, keys, None, weights, call.positions, rate, self.top_k, call.lead)
         return select_by_index(queries, keys, weights, call.positions, rate, self.top_k, call.lead)
 
     def combine(self, head_scores: Tensor, weights: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from dsv4.kernels.block_scaled_linear import block_scaled_linear
 from dsv4.kernels.numeric import wide
 from dsv4.kernels.quantize import dequantize_fp8
 
@@ -37,11 +38,37 @@ class Linear(nn.Module):
         return f"{self.in_features} -> {self.out_features}"
 
 
-class Fp8Linear(Linear):
+class Coded(nn.Module):
+    """A module whose weights are codes with scales, kept as stored. Reading one as a matrix is explicit: `dequantized()`."""
+
+    CODES: torch.dtype
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As in PyTorch, which assignment calls too; ValueError for values in place of codes."""
+        allowed = (torch.float8_e8m0fnu, torch.float32) if name.endswith("_scale_inv") else (self.CODES,)
+        if param is not None and param.dtype not in allowed:
+            raise ValueError(
+                f"{type(self).__name__}.{name} holds codes as the checkpoint stores them, {' or '.join(map(str, allowed))}; got "
+                f"{param.dtype}. To edit the weight, put the dense module of the same weight in its place: "
+                "model.set_submodule(name, module.dequantized()), or model.dequantize()"
+            )
+        super().register_parameter(name, param)
+
+
+class Fp8Linear(Coded, Linear):
     """The same over E4M3 codes [out, in] and scales [ceil(out / 128), ceil(in / 128)] (E8M0 or float32), kept as stored.
 
-    The product is that of the dequantised weight. Codes take no gradient; activations do.
+    The product is that of the dequantised weight, which no graph keeps. Codes take no gradient; activations do.
+
+    Attributes:
+        backend: who computes; chosen once, when the model is built (pretrained.use_kernels).
+        numerics: "exact", or "deployed": activations are rounded to E4M3 first, as served models do, which changes the numbers.
     """
+
+    CODES = torch.float8_e4m3fn
+    backend = "torch"
+    numerics = "exact"
+    groups = 1
 
     def __init__(self, in_features: int, out_features: int):
         nn.Module.__init__(self)
@@ -49,6 +76,15 @@ class Fp8Linear(Linear):
         grid = (-(-out_features // SCALE_BLOCK), -(-in_features // SCALE_BLOCK))
         self.weight = _frozen(torch.empty(out_features, in_features, dtype=torch.float8_e4m3fn))
         self.weight_scale_inv = _frozen(torch.empty(grid, dtype=torch.float8_e8m0fnu))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._product(x, self.backend, self.numerics)
+
+    def in_float32(self, x: Tensor) -> Tensor:
+        return self._product(wide(x), "torch", "exact")
+
+    def _product(self, x: Tensor, backend: str, numerics: str) -> Tensor:
+        return block_scaled_linear(x, self.weight, self.weight_scale_inv, self.groups, backend, numerics)
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
         return dequantize_fp8(self.weight, self.weight_scale_inv, dtype)
@@ -94,7 +130,10 @@ class Fp8BlockDiagonalLinear(Fp8Linear):
         super().__init__(in_features // groups, out_per_group * groups)
         self.groups = self.all_groups = groups
 
-    forward = BlockDiagonalLinear.forward
+    def forward(self, x: Tensor) -> Tensor:
+        """x [b s in] -> [b s groups out_per_group]."""
+        return super().forward(x).unflatten(-1, (self.groups, -1))
+
     by_group = BlockDiagonalLinear.by_group
 
     def dequantized(self, dtype: torch.dtype = torch.bfloat16) -> BlockDiagonalLinear:

@@ -1,8 +1,8 @@
 """The points of a model that is spread over the processes of a mesh: whole tensors, one truth, one end.
 
 Every process runs the same script. At a point that someone listens to, a value of which each process has a part is put together, the
-hooks run on the whole on every process, and each goes on with its part. What the first process's hooks made of a value is what all go
-on with. A hook that raises on one process raises on all.
+hooks run on the whole on every process, and each goes on with its part. What the first process's hooks made of a value (of a
+block on stages: the first that has the block) is what all go on with. A hook that raises on one process raises on all.
 """
 
 import hashlib
@@ -16,17 +16,20 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dsv4.collectives import enter, gather, part_of, scatter
-from dsv4.handle import Handle
 from dsv4.hooks import HookPoint, same_bits
 from dsv4.stage import Stage
 
 T = TypeVar("T")
-LEFT, REPLACED, RAISED = 0, 1, 2
+LEFT, REPLACED, RAISED = range(3)
+
+
+class AbsentWeightsError(ValueError):
+    """Weights of a block were asked for on a stage that does not hold it."""
 
 
 class MeshStage(Stage):
     """Attributes:
-    world: all processes, in one dimension; the first one's edits and draws count.
+    world: all processes, in one dimension; what the first one draws counts.
     pipe: how streams pass from stage to stage (`dsv4.pipeline.Pipe`); None where every process has every block.
     live: names of the points that someone listens to.
     """
@@ -55,26 +58,31 @@ class MeshStage(Stage):
 
     def drawn(self, x: Tensor) -> Tensor:
         """What the first process drew."""
-        return self._of_first(x)
+        return self._from(0, x)
 
-    def agreed(self, what: str, given: Tensor, change: Callable[[], tuple[Tensor, bool]]) -> tuple[Tensor, bool]:
-        """change() -> (value, whether it was replaced) on every process, the value then being the first process's."""
+    def agreed(self, what: str, given: Tensor, change: Callable[[], tuple[Tensor, bool]], home: int) -> tuple[Tensor, bool]:
+        """change() -> (value, whether it was replaced) on every process, the value then being that of process `home`.
+
+        A process that lacks weights which change() asks for takes the value as it comes.
+        """
         result, failure = _attempt(change)
+        if isinstance(failure, AbsentWeightsError) and self.world.get_local_rank() != home:
+            result, failure = (given, False), None
         flag = RAISED if failure is not None else REPLACED if result[1] else LEFT
         flags = self._exchange(flag)
         self._end_if_any(flags, failure, what)
         value = result[0]
-        if flags[0] == LEFT:
+        if flags[home] == LEFT:
             return (value if flag == LEFT else given), False
-        truth = self._of_first(value)
+        truth = self._from(home, value)
         if same_bits(truth, value):
             return value, True
-        # The graph is this process's, the numbers are the first one's.
+        # The graph is this process's, the numbers are those of `home`.
         return (truth + (value - value.detach()) if value.requires_grad else truth), True
 
-    def _of_first(self, x: Tensor) -> Tensor:
+    def _from(self, rank: int, x: Tensor) -> Tensor:
         x = x.detach().clone(memory_format=torch.contiguous_format)
-        dist.broadcast(x, group=self.world.get_group(), group_src=0)
+        dist.broadcast(x, group=self.world.get_group(), group_src=rank)
         return x
 
     def _exchange(self, number: int) -> list[int]:
@@ -120,33 +128,23 @@ class MeshPoint(HookPoint):
 
     Attributes:
         parts: the axis along which each process of `shards` has a part; None where each has the whole.
+    home: the process whose edits count: the first of the mesh, with blocks on stages the first that has the point's block.
     """
 
     parts: int | None
     shards: DeviceMesh | None
-
-    def add_hook(self, fn: Callable, *, dir: str = "fwd", prepend: bool = False) -> Handle:
-        if dir == "bwd":
-            self._refuse_graph("a gradient hook")
-        return super().add_hook(fn, dir=dir, prepend=prepend)
-
-    def attach_capture(self, capture) -> None:
-        if capture.keeps_graph:
-            self._refuse_graph("detach=False")
-        super().attach_capture(capture)
-
-    def _refuse_graph(self, what: str) -> None:
-        if self.stage.pipe is not None and self.layer is not None:
-            raise ValueError(
-                f"{what} at {self.name}: with blocks on several stages the graph of a block's values is on its own stage only; "
-                'use a mesh without "pp"'
-            )
+    home: int
 
     def __call__(self, x: Tensor) -> Tensor:
         whole = x if self.parts is None else gather(x, self.parts, self.shards)
-        if self.stage.pipe is not None:
-            self.stage.pipe.announce(self, whole)
-        y = self.pass_whole(whole)
+        pipe = self.stage.pipe
+        if pipe is None or not pipe.tells(self):
+            y = self.pass_whole(whole)
+        else:
+            told = pipe.announce(self, whole)
+            y = self.pass_whole(told)
+            y = y if self.shared else pipe.joined(self, y)
+            y = whole if y is told else y
         return x if y is whole else self._own_part(y, x)
 
     def pass_whole(self, x: Tensor) -> Tensor:
@@ -156,10 +154,16 @@ class MeshPoint(HookPoint):
 
     def settle(self, y: Tensor) -> Tensor:
         """The end of a shared value: from here each process reads it for its own heads."""
-        if self.stage.pipe is not None and self.live:
-            self.stage.pipe.announce(self, y, settles=True)
-        y = super().settle(y)
+        pipe = self.stage.pipe
+        if pipe is None or not (self.live and pipe.tells(self)):
+            y = super().settle(y)
+        else:
+            y = pipe.joined(self, super().settle(pipe.announce(self, y, settles=True)))
         return y if self.shards is None else enter(y, self.shards)
+
+    def joins_graph(self) -> bool:
+        """Whether what listens here may ask for gradients."""
+        return bool(self._hooks or self._gradient_hooks or self.foreign or any(capture.keeps_graph for capture in self._captures))
 
     def _own_part(self, y: Tensor, x: Tensor) -> Tensor:
         if self.parts is None:
@@ -176,7 +180,7 @@ class MeshPoint(HookPoint):
 
         before = self.name in edited
         edited.pop(self.name, None)
-        y, is_replaced = self.stage.agreed(f"a hook at {self.name}", x, change)
+        y, is_replaced = self.stage.agreed(f"a hook at {self.name}", x, change, self.home)
         edited.pop(self.name, None)
         if is_replaced or before:
             edited[self.name] = None
@@ -187,7 +191,7 @@ class MeshPoint(HookPoint):
             y = super(MeshPoint, self)._on_gradient(handles, run, grad)
             return y, not same_bits(y, grad)
 
-        return self.stage.agreed(f"a gradient hook at {self.name}", grad, change)[0]
+        return self.stage.agreed(f"a gradient hook at {self.name}", grad, change, self.home)[0]
 
     def _changed(self) -> None:
         super()._changed()

@@ -12,9 +12,10 @@ from dsv4.call import Call
 from dsv4.config import Dsv4Config
 from dsv4.experts import Experts
 from dsv4.hooks import HookPoint, Probed
+from dsv4.kernels.gated_linear import gated_linear
 from dsv4.kernels.grouped_experts import activation, neurons, swiglu
 from dsv4.kernels.numeric import wide
-from dsv4.linear import Linear
+from dsv4.linear import Fp8Linear, Linear
 from dsv4.router import HashRouter, TopKRouter
 
 # What the fused ways hide.
@@ -23,7 +24,13 @@ SHARED_VALUES = frozenset(("mlp_gate", "mlp_up", "mlp_activation", "mlp_neurons"
 
 
 class SharedExpert(nn.Module):
-    """down(silu(clamped gate) * clamped up), on every token."""
+    """down(silu(clamped gate) * clamped up), on every token.
+
+    Attributes:
+        backend: who computes gate, up and what becomes of them; chosen once, when the model is built (pretrained.use_kernels).
+    """
+
+    backend = "torch"
 
     def __init__(self, config: Dsv4Config):
         super().__init__()
@@ -33,8 +40,33 @@ class SharedExpert(nn.Module):
         self.up_proj = Linear(width, inner)
         self.down_proj = Linear(inner, width)
 
+    @property
+    def form(self) -> str | None:
+        """Of gate's and up's weights, "dense" or "fp8"; None where one launch cannot read both: they are held differently, or in parts
+        by several processes.
+        """
+        kinds = {type(self.gate_proj), type(self.up_proj)}
+        return {Linear: "dense", Fp8Linear: "fp8"}.get(kinds.pop()) if len(kinds) == 1 else None
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x), self.limit))
+        return self.down_proj(self.neurons(x))
+
+    def neurons(self, x: Tensor) -> Tensor:
+        """x [... hidden] -> [... I]."""
+        gate, up = self.gate_proj, self.up_proj
+        if self.backend == "torch" or self.form is None or any(map(_has_hooks, (gate, up))):
+            return swiglu(gate(x), up(x), self.limit)
+        if self.form == "dense":
+            held, deployed = (gate.weight.to(x.dtype), None, up.weight.to(x.dtype), None), False
+        else:
+            held = (gate.weight, gate.weight_scale_inv, up.weight, up.weight_scale_inv)
+            deployed = gate.numerics == "deployed"
+        return gated_linear(x.flatten(0, -2), *held, self.limit, deployed).view(*x.shape[:-1], -1)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether PyTorch's own hooks wait for a call of the module."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
 class Moe(Probed):
@@ -88,7 +120,7 @@ class Moe(Probed):
         """[b s top_k] int64: the experts chosen, or those a hook wrote."""
         chosen = self.choose(scores, call)
         written = self.tap.expert_indices(chosen)
-        if written is not chosen:
+        if written is not chosen and self.expert_indices.can_edit:
             outside = (written < 0) | (written >= self.experts.num_experts)
             if bool(outside.any()):
                 raise ValueError(

@@ -22,6 +22,9 @@ from dsv4.kernels.numeric import wide
 
 # Experts asked for before the one in turn is multiplied.
 AHEAD = 4
+# Where torch's own tensors begin, and dtypes whose products depend on it.
+ALIGNMENT = 64
+ORDERED = (torch.float32, torch.float64)
 LEAVES = ("gate_up_proj", "down_proj")
 
 # Codes (or values) of rows of a matrix, scales or None, grids of scales one over the other; as in dsv4.convert.pages.
@@ -116,7 +119,7 @@ class OffloadedExperts(Experts):
     def matrix(self, leaf: str, expert: int, dtype: torch.dtype) -> Tensor:
         """One expert's matrix on the device in `dtype`; perhaps the very pages of a file, so not to be written to."""
         parts = self.brought(leaf, expert)
-        return decoded_parts(parts, self.kept_dtype or dtype, lambda m: self.home.check(leaf, expert, parts, m)).to(dtype)
+        return aligned(decoded_parts(parts, self.kept_dtype or dtype, lambda m: self.home.check(leaf, expert, parts, m)).to(dtype))
 
     def brought(self, leaf: str, expert: int) -> list[Part]:
         """The parts on the device."""
@@ -246,6 +249,14 @@ def decoded_parts(parts: Sequence[Part], dtype: torch.dtype, check) -> Tensor:
     found = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     check(found)
     return found
+
+
+def aligned(x: Tensor) -> Tensor:
+    """A copy of a float32 or float64 matrix on the CPU that begins elsewhere than torch's own tensors do (pages of a file): products
+    over it add up in another order.
+    """
+    is_elsewhere = x.dim() > 1 and x.device.type == "cpu" and x.dtype in ORDERED and x.untyped_storage().data_ptr() % ALIGNMENT
+    return x.clone() if is_elsewhere else x
 
 
 def refuse_state(prefix: str) -> ValueError:

@@ -90,7 +90,7 @@ def _put_on_points(model, dims: Dims) -> None:
             point.__class__ = MeshPoint
             axis = PARTS.get(point.leaf) if dims.tp is not None else None
             point.parts = None if axis is None else point.axes.split().index(axis)
-            point.shards = dims.tp
+            point.shards, point.home = dims.tp, 0
             point._changed()
 
 
@@ -98,14 +98,17 @@ def _deal_blocks(model, mesh: DeviceMesh) -> tuple[int, ...]:
     pipe = model.stage.pipe = Pipe(mesh)
     model.layers.__class__ = StagedBlocks
     model.layers.pipe = pipe
-    mine = []
+    mine, per_stage = [], model.stage.world.size() // mesh.size()
     for i, block in enumerate(model.layers):
         block.__class__ = StagedBlock
         block.pipe, block.home = pipe, stage_of(i, model.num_layers, mesh.size())
+        for point in block.modules():
+            if isinstance(point, HookPoint):
+                point.home = block.home * per_stage
         if block.home == pipe.own:
             mine.append(i)
         else:
-            empty_out(block)
+            empty_out(block, f"block {i}, which stage {block.home} holds")
     return tuple(mine)
 
 

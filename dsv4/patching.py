@@ -217,10 +217,10 @@ class Patching:
                 reached = [i for i, label in enumerate(labels) if _component(label) <= depth]
                 for begin in range(0, len(reached), batch):
                     part = reached[begin : begin + batch]
-                    moved = torch.cat(
-                        [weights[:, :, depth, _component(labels[i]), None] * _difference(own, other, labels[i]) for i in part]
-                    )
-                    hooks = [(name, lambda value, hook, moved=moved: value + moved)]
+                    changes = [_difference(own, other, labels[i]).to(weights.device) for i in part]
+                    scale = [weights[:, :, depth, _component(labels[i]), None] for i in part]
+                    moved = torch.cat([a * change for a, change in zip(scale, changes, strict=True)])
+                    hooks = [(name, lambda value, hook, moved=moved: value + moved.to(value.device))]
                     found = bench.measure(depth // 2, hooks, len(part))
                     metrics[part, column] = torch.tensor(found[0])
                     flips[0, part, column], flips[1, part, column] = found[1], found[2]

@@ -9,6 +9,8 @@ are filled on every process.
 """
 
 import traceback
+from dataclasses import replace
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -17,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dsv4.block import Block, Blocks
 from dsv4.collectives import deliver, enter
-from dsv4.hooks import HookPoint, Probed
-from dsv4.mesh_stage import MeshPoint, MeshStage
+from dsv4.hooks import HookPoint
+from dsv4.mesh_stage import AbsentWeightsError, MeshPoint, MeshStage
 from dsv4.slots import EntrySlot, TokenSlot
 
 VALUE, SETTLED, END, RAISED = range(4)
@@ -63,18 +65,44 @@ class Pipe:
 
     # Values of a block.
 
-    def announce(self, point: HookPoint, value: Tensor, settles: bool = False) -> None:
-        """Tell the other stages a value, if it is of the block that is being told."""
-        if self.told is not None and point.layer is not None:
-            self._say((SETTLED if settles else VALUE, point.name, tuple(value.shape), value.dtype))
-            dist.broadcast(value.detach().contiguous(), group=self.group, group_src=self.own)
+    def tells(self, point: MeshPoint) -> bool:
+        return self.told is not None and point.layer is not None
 
-    def tell(self, block: "StagedBlock", do) -> Tensor:
+    def announce(self, point: MeshPoint, value: Tensor, settles: bool = False) -> Tensor:
+        """Tell the other stages a value; returns what this one goes on with."""
+        # A shared value is one tensor until it settles.
+        joins = torch.is_grad_enabled() and point.joins_graph() and value.is_floating_point() and settles == point.shared
+        asks = joins and value.requires_grad
+        self._say((SETTLED if settles else VALUE, point.name, tuple(value.shape), value.dtype, joins, asks))
+        if joins:
+            return self._told(value, asks, self.own)
+        dist.broadcast(value.detach().contiguous(), group=self.group, group_src=self.own)
+        return value
+
+    def _told(self, value: Tensor, asks: bool, holder: int) -> Tensor:
+        """The value on every stage, behind all that were told before it.
+
+        A gradient then asks every stage for the same exchanges in the same order, whichever values it is of: `thread`, a zero, leads
+        from each value to the one before.
+        """
+        x = value + self.thread.to(value.dtype)
+        x = x.detach().requires_grad_() if asks and not x.requires_grad else x
+        return deliver(x, holder, self.mesh)
+
+    def joined(self, point: MeshPoint, y: Tensor) -> Tensor:
+        """What the hooks made of a value that was told, as it goes on: its gradient comes to every stage."""
+        if torch.is_grad_enabled() and y.requires_grad and point.joins_graph():
+            y = enter(y, self.mesh)
+            self.thread = self.thread + _zero_of(y)
+        return y
+
+    def tell(self, block: "StagedBlock", x: Tensor, do) -> Tensor:
         """Run a block of this stage, telling its values."""
         stage: MeshStage = block.layer_input.stage
-        self.told = block
+        x = self._with_gradient(lambda x, _: x, x)
+        self.told, self.thread = block, _zero_of(x)
         try:
-            out = do()
+            out = do(x)
         except BaseException as error:
             if not stage.ended_together:
                 self._say((RAISED, "".join(traceback.format_exception(error))))
@@ -82,28 +110,37 @@ class Pipe:
         finally:
             self.told = None
         self._say((END,))
-        return out
+        return self._behind(out)
 
-    def hear(self, block: "StagedBlock") -> None:
+    def hear(self, block: "StagedBlock", x: Tensor) -> Tensor:
         """Take what another stage tells of its block."""
-        device = self.mesh.device_type
-        points = {point.name: point for point in block.modules() if isinstance(point, MeshPoint)}
+        device = torch.device(self.mesh.device_type)
+        points = {point.name: point for point in block.every_point}
+        x = self._with_gradient(lambda x, _: x, x)
+        self.thread = _zero_of(x)
         while True:
             said = [None]
             dist.broadcast_object_list(said, group=self.group, group_src=block.home)
             what, *about = said[0]
             if what == END:
-                return
+                return self._behind(x)
             if what == RAISED:
                 raise RuntimeError(f"block {block.layer_input.layer} raised on stage {block.home}, which ends the run on all:\n{about[0]}")
-            name, shape, dtype = about
-            value = torch.empty(shape, dtype=dtype, device=device)
-            dist.broadcast(value, group=self.group, group_src=block.home)
-            point = points[name]
+            name, shape, dtype, joins, asks = about
+            value, point = torch.zeros(shape, dtype=dtype, device=device), points[name]
+            if joins:
+                value = self._told(value, asks, block.home)
+            else:
+                dist.broadcast(value, group=self.group, group_src=block.home)
             if what == SETTLED:
-                HookPoint.settle(point, value)
+                self.joined(point, HookPoint.settle(point, value))
             elif point.live:
-                point.pass_whole(value)
+                y = point.pass_whole(value)
+                if joins:
+                    self.joined(point, y)
+
+    def _behind(self, x: Tensor) -> Tensor:
+        return x + self.thread.to(x.dtype) if self.thread.requires_grad else x
 
     def _say(self, what: tuple) -> None:
         dist.broadcast_object_list([what], group=self.group, group_src=self.own)
@@ -121,19 +158,19 @@ class StagedBlock(Block):
 
     def forward(self, x: Tensor, call, kv=None) -> Tensor:
         x = self.pipe.to_stage(self.home, x)
-        is_told = any(point.live for point in self._points)
+        is_told = any(point.live for point in self.every_point)
         if self.home == self.pipe.own:
-            return self.pipe.tell(self, lambda: Block.forward(self, x, call, kv)) if is_told else super().forward(x, call, kv)
-        if is_told:
-            self.pipe.hear(self)
+            forward = super().forward
+            return self.pipe.tell(self, x, lambda x: forward(x, call, kv)) if is_told else forward(x, call, kv)
+        x = self.pipe.hear(self, x) if is_told else x
         if kv is not None:
             keep_nothing(kv, call)
         return x
 
     @property
-    def _points(self) -> list[HookPoint]:
+    def every_point(self) -> list[MeshPoint]:
         if "_all_points" not in self.__dict__:
-            object.__setattr__(self, "_all_points", [m for m in self.modules() if isinstance(m, HookPoint)])
+            object.__setattr__(self, "_all_points", [m for m in self.modules() if isinstance(m, MeshPoint)])
         return self._all_points
 
 
@@ -144,12 +181,40 @@ class StagedBlocks(Blocks):
         return self.pipe.to_all(streams)
 
 
-def empty_out(module: nn.Module) -> None:
+class Elsewhere:
+    """A module whose weights another stage holds."""
+
+    absent: frozenset[str]
+    of: str
+
+    def __getattr__(self, name: str):
+        if name in self.__dict__.get("absent", ()):
+            raise AbsentWeightsError(f'this needs {name} of {self.of}; use a mesh without "pp", or ask for the blocks of this stage only')
+        return super().__getattr__(name)
+
+
+@cache
+def _elsewhere(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(f"{kind.__name__}Elsewhere", (Elsewhere, kind), {"__module__": __name__})
+
+
+def empty_out(block: nn.Module, of: str) -> None:
     """Take a block's weights away; its points stay."""
-    for part in module.modules():
-        for held in (part._parameters, part._buffers):
-            for name in held:
-                held[name] = None
+    for part in block.modules():
+        absent = frozenset((*part._parameters, *part._buffers))
+        if absent:
+            part._parameters.clear()
+            part._buffers.clear()
+            part.__class__, part.absent, part.of = _elsewhere(type(part)), absent, of
+
+
+def _zero_of(x: Tensor) -> Tensor:
+    """0.0 that depends on x, with a gradient of zeros."""
+    return (
+        x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0.0).sum().float()
+        if x.requires_grad
+        else x.new_zeros((), dtype=torch.float32)
+    )
 
 
 def keep_nothing(kv, call) -> None:
@@ -167,8 +232,6 @@ def keep_nothing(kv, call) -> None:
 
 
 def _narrow(slot: TokenSlot | EntrySlot) -> None:
-    from dataclasses import replace
-
     state = slot.cache.state
     tape = state.tapes[slot.number]
     slot.width = 0
@@ -176,7 +239,3 @@ def _narrow(slot: TokenSlot | EntrySlot) -> None:
         tapes = list(state.tapes)
         tapes[slot.number] = replace(tape, held=tape.held[..., :0], shared=None if tape.shared is None else tape.shared[..., :0])
         slot.cache.state = replace(state, tapes=tuple(tapes))
-
-
-def probes(model: nn.Module) -> list[Probed]:
-    return [module for module in model.modules() if isinstance(module, Probed)]

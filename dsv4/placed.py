@@ -19,12 +19,25 @@ from dsv4.convert.reader import Checkpoint
 from dsv4.experts import Experts
 from dsv4.hot import Hot
 from dsv4.offload import LEAVES, DiskExperts, HostExperts, OffloadedExperts
-from dsv4.placement import BANK, DISK, EXPERTS, HOST, STRATEGIES, Placement, Room, Unit, arrange, as_bytes, explicit, finish, units_of
+from dsv4.placement import (
+    BANK,
+    DISK,
+    EXPERTS,
+    FREE_SHARE,
+    HOST,
+    STRATEGIES,
+    Placement,
+    Room,
+    Unit,
+    arrange,
+    as_bytes,
+    explicit,
+    finish,
+    units_of,
+)
 from dsv4.router import HashRouter
 from dsv4.shelves import BankPages, Read, Shelf, Streamed, differentiable, host_read, page_reads, stream
 
-# Share of a device's free memory that weights may take unless max_memory says otherwise.
-FREE_SHARE = 0.9
 # Experts of a hash block that are asked for from the ids, at most; 0.3 ms of a PCIe 5 link each in V4-Flash.
 HASH_AHEAD = 64
 

@@ -25,18 +25,26 @@ STRATEGIES = ("auto", "balanced")
 OUTSIDE = ("embed_tokens", "hc_head", "norm", "lm_head")
 BANK = "mlp.experts."
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+# Share of a device's free memory that weights may take unless the user says otherwise; activations need the rest.
+FREE_SHARE = 0.9
 # Blocks in flight to a device: the one that runs and the next.
 IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What is placed as a whole: a block, or a module beside the blocks. `rest`: bytes without `experts`, its routed experts."""
+    """What is placed as a whole: a block, or a module beside the blocks.
+
+    Attributes:
+        rest: bytes without its routed experts. experts, expert: bytes of all of these, and of one. kv: bytes of a KV cache, which are
+        where the block is used.
+    """
 
     name: str
     rest: int
     experts: int = 0
     expert: int = 0
+    kv: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -90,6 +98,14 @@ class Placement:
                 place = self.at[unit.name] if bank == "resident" else bank
                 found[place] = found.get(place, 0) + unit.experts
         return dict(sorted(found.items(), key=lambda item: (item[0] == DISK, item[0] == HOST)))
+
+    @property
+    def cached(self) -> dict[str, int]:
+        """Bytes of the KV cache by device."""
+        found: dict[str, int] = {}
+        for unit in self.units:
+            found[self.runs_on(unit.name)] = found.get(self.runs_on(unit.name), 0) + unit.kv
+        return found
 
     @property
     def is_plain(self) -> bool:
@@ -234,7 +250,7 @@ def arrange(units: Sequence[Unit], gpus: Sequence[Room], host: int, experts: str
                 f'{size(host)}; give it more, or use experts="disk"'
             )
         host -= banks
-    on_gpu = {unit.name: unit.nbytes if experts == "resident" else unit.rest for unit in blocks}
+    on_gpu = {unit.name: unit.kv + (unit.nbytes if experts == "resident" else unit.rest) for unit in blocks}
     rooms = list(gpus) or [Room(HOST, host)]
     moves = experts != "resident" and bool(gpus)
     # Experts in flight: those of one token, twice.
@@ -243,24 +259,24 @@ def arrange(units: Sequence[Unit], gpus: Sequence[Room], host: int, experts: str
     left = [room.nbytes - flight for room in rooms]
     left[0] -= head
     at = dict.fromkeys(OUTSIDE, main)
-    total = sum(on_gpu.values())
-    if strategy == "balanced" and len(rooms) > 1:
-        even = -(-(total + head) // len(rooms)) + max(on_gpu.values())
-        left = [min(amount, even - (head if number == 0 else 0)) for number, amount in enumerate(left)]
-    placed = _fill(on_gpu, left)
+    placed = _evenly(on_gpu, left, head) if strategy == "balanced" else _fill(on_gpu, left)
     staging = {room.device: flight for room in rooms if flight}
-    if gpus and len(placed) < len(blocks):
-        # Room for the blocks that are brought over; all of them are used on the main device.
-        largest = max(unit.rest for unit in blocks)
-        reserve = IN_FLIGHT * (largest + (0 if flight else top_k * max(unit.expert for unit in blocks)))
-        _fits(head + flight + reserve, rooms[0], "embedding, head and the blocks in flight")
-        left[0] -= reserve
+    # Blocks that are brought over are all used on the main device, which needs room for two of them and for their KV caches.
+    largest = max(unit.rest for unit in blocks) + (0 if flight else top_k * max(unit.expert for unit in blocks))
+    reserve = 0
+    while brought := [unit for unit in blocks if unit.name not in placed]:
+        needed = sum(unit.kv for unit in brought) + (IN_FLIGHT * largest if gpus else 0)
+        if needed <= reserve:
+            break
+        _fits(head + flight + needed, rooms[0], "embedding, head and the blocks in flight")
+        left[0], reserve = left[0] - (needed - reserve), needed
         placed = _fill(on_gpu, left)
-        staging[main] = flight + reserve
+    if brought and gpus:
+        staging[main] = flight + IN_FLIGHT * largest
     at |= {name: rooms[number].device for name, number in placed.items()}
     for unit in blocks:
         if unit.name not in at:
-            amount = on_gpu[unit.name]
+            amount = on_gpu[unit.name] - unit.kv
             fits = bool(gpus) and amount <= host
             host -= amount if fits else 0
             at[unit.name] = HOST if fits else DISK
@@ -271,7 +287,9 @@ def finish(units, at: Mapping[str, str], main: str, experts: str, staging: Mappi
     """The placement, with half of what is left on each device for hot experts."""
     plan = Placement(tuple(units), dict(at), main, experts, dict(staging), {})
     uses = {plan.runs_on(unit.name) for unit in units if unit.experts and plan.bank(unit.name) != "resident"}
-    free = {room.device: room.nbytes - plan.held.get(room.device, 0) - plan.staging.get(room.device, 0) for room in rooms}
+    free = {
+        room.device: room.nbytes - sum(amount.get(room.device, 0) for amount in (plan.held, plan.staging, plan.cached)) for room in rooms
+    }
     hot = {device: max(amount // 2, 0) for device, amount in free.items() if device in uses}
     return Placement(plan.units, plan.at, main, experts, plan.staging, hot)
 
@@ -287,6 +305,19 @@ def _fill(amounts: Mapping[str, int], left: Sequence[int]) -> dict[str, int]:
         free[room] -= amount
         placed[name] = room
     return placed
+
+
+def _evenly(amounts: Mapping[str, int], left: Sequence[int], head: int) -> dict[str, int]:
+    """As `_fill`, with each block in the room where its middle falls if all rooms were equal parts of the whole; the first has `head`
+    already. Where that is too much for a room, as `_fill`.
+    """
+    part = (sum(amounts.values()) + head) / len(left)
+    placed, before, used = {}, head, [0] * len(left)
+    for name, amount in amounts.items():
+        placed[name] = min(int((before + amount / 2) // part), len(left) - 1)
+        used[placed[name]] += amount
+        before += amount
+    return placed if all(u <= room for u, room in zip(used, left, strict=True)) else _fill(amounts, left)
 
 
 def _fits(amount: int, room: Room, what: str) -> None:

@@ -11,17 +11,36 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from dsv4.attention import SlidingAttention
+from dsv4.compressor import EntryPool
 from dsv4.config import Dsv4Config
 from dsv4.experts import Experts, Fp4Experts, Fp8Experts, StoredExperts
 from dsv4.float32 import Float32
 from dsv4.generate import read_generation_config
-from dsv4.kernels import grouped_experts, sparse_attention
+from dsv4.hyper_connection import HyperConnection
+from dsv4.indexer import Indexer
+from dsv4.kernels import block_scaled_linear, grouped_experts, hyper_connection, index_scores, norm_rotary, pooling, sparse_attention
 from dsv4.kernels.backend import BACKENDS, available
 from dsv4.linear import BlockDiagonalLinear, Fp8BlockDiagonalLinear, Fp8Linear, Linear
+from dsv4.moe import SharedExpert
+from dsv4.norm import RMSNorm, UnweightedRMSNorm
 from dsv4.rope import Rotary
 from dsv4.table import Table
 from dsv4.text import Tokenizer
 
+# What computes by one of several backends, and for each module of the kind what says why a backend cannot: fn(backend, device, dtype),
+# or None where there is only one way.
+REFUSALS = (
+    (SlidingAttention, lambda m: partial(sparse_attention.refusal, width=m.width)),
+    (Experts, lambda m: partial(grouped_experts.refusal, form=m.form, numerics=m.numerics)),
+    (Fp8Linear, lambda m: partial(block_scaled_linear.refusal, numerics=m.numerics)),
+    (SharedExpert, lambda m: None if m.form is None else partial(block_scaled_linear.refusal, form=m.form)),
+    (HyperConnection, lambda m: partial(hyper_connection.refusal, streams=m.streams, hidden=m.fn.shape[1] // m.streams)),
+    (RMSNorm, lambda m: partial(norm_rotary.refusal, width=m.weight.shape[0])),
+    # As wide as a head, which the attention asks about.
+    (UnweightedRMSNorm, lambda m: partial(norm_rotary.refusal, width=0)),
+    (Indexer, lambda m: partial(_index_refusal, module=m)),
+    (EntryPool, lambda m: partial(pooling.refusal, width=m.width)),
+)
 WEIGHTS = ("native", "dequantized")
 # Loads above this many bytes show a bar.
 LONG_LOAD = 1 << 30
@@ -66,8 +85,7 @@ def load(
     placed = decide(checkpoint, config.num_hidden_layers, dtype, native, device=device, **placing)
     with torch.device("meta"):
         model = cls(config)
-    if native:
-        for name, form in stored.items():
+        for name, form in stored.items() if native else ():
             if layer_of(name) < config.num_hidden_layers:
                 keep_stored(model, name, form)
     spread = None if mesh is None else parallel.spread(model, mesh)
@@ -121,11 +139,10 @@ def use_kernels(model, kernels: str, device: str | torch.device | None, dtype: t
     _kernels_run(kernels, device)
     device = torch.device("cpu" if device is None else device)
     for module in model.modules():
-        if isinstance(module, SlidingAttention):
-            refuses = partial(sparse_attention.refusal, width=module.width)
-        elif isinstance(module, Experts):
-            refuses = partial(grouped_experts.refusal, form=module.form)
-        else:
+        # Another stage of a mesh may hold its weights (dsv4.pipeline).
+        is_held = not module.__dict__.get("absent")
+        refuses = next((ask(module) for kind, ask in REFUSALS if is_held and isinstance(module, kind)), None)
+        if refuses is None:
             continue
         # On the CPU it could only be the interpreter, which is for tests: "auto" does not ask there.
         asks = kernels == "triton" or (kernels == "auto" and device.type == "cuda")
@@ -144,6 +161,12 @@ def _device_of(mesh, device, placing: dict[str, Any]) -> torch.device:
     if device is not None and torch.device(device).type != found.type:
         raise ValueError(f"device={device!r} with a mesh of {mesh.device_type}: leave device= out")
     return found
+
+
+def _index_refusal(backend: str, device: torch.device, dtype: torch.dtype, module: Indexer) -> str | None:
+    """An indexer pools and chooses."""
+    reason = pooling.refusal(backend, device, dtype, module.width)
+    return reason or index_scores.refusal(backend, device, dtype, module.heads, module.width, module.top_k)
 
 
 def _kernels_run(kernels: str, device: str | torch.device | None) -> None:

@@ -122,7 +122,7 @@ class ExpertShare(Shards):
         rows, token, own, counts = self._own_slots(x, indices, valid)
         weight = enter(weights, self.shards).flatten(0, 1).t()[own].unsqueeze(-1)
         chosen = (indices.flatten(0, 1).t()[own] - self.first).unsqueeze(-1)
-        out = grouped_experts(rows, chosen, weight, self.stored(x.dtype), self.limit, self.backend)
+        out = grouped_experts(rows, chosen, weight, self.stored(x.dtype), self.limit, self.backend, numerics=self.numerics)
         total = out.new_zeros(x.shape[0] * x.shape[1], x.shape[2])
         # Slot by slot: each adds to a token once, so that the order of the sum is that of the slots.
         for place, part in zip(token.split(counts), out.split(counts), strict=True):

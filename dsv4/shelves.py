@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dsv4.convert.pages import Pages
 from dsv4.convert.plan import Source
 from dsv4.hot import Hot
-from dsv4.offload import Part, refuse_state
+from dsv4.offload import Part, aligned, refuse_state
 
 DISK, HOST = "disk", "cpu"
 
@@ -43,7 +43,7 @@ class Shelf:
         if name in self._brought:
             return self._given(self._brought[name])
         read = self.reads[name].read
-        value = read() if self.hot is None else self.hot.take((id(self), name), lambda: [read()])[0]
+        value = aligned(read()) if self.hot is None else self.hot.take((id(self), name), lambda: [read()])[0]
         if self._is_open:
             self._brought[name] = value
         return self._given(value)

@@ -34,7 +34,7 @@ from dsv4.kernels._products_triton import (
 LAUNCH: Mapping[tuple[str, str, int], tuple[Tile | None, Tile | None, Tile]] = {
     ("sm_90", "fp8", 16): (Tile(64, 128, 4, 4), Tile(64, 64, 4, 4), Tile(64, 128, 4, 4)),
     ("sm_90", "fp8", 64): (Tile(64, 128, 4, 4), Tile(64, 64, 4, 4), Tile(64, 128, 4, 4)),
-    ("sm_90", "fp8", 128): (Tile(128, 128, 8, 4), Tile(128, 64, 8, 3), Tile(128, 64, 8, 4)),
+    ("sm_90", "fp8", 128): (Tile(128, 64, 8, 4), Tile(128, 64, 8, 3), Tile(128, 64, 8, 4)),
     ("sm_90", "fp8 x fp8", 16): (Tile(64, 128, 4, 4), None, Tile(64, 128, 4, 4)),
     ("sm_90", "fp8 x fp8", 128): (Tile(128, 128, 8, 4), None, Tile(64, 128, 8, 4)),
     ("sm_90", "dense", 16): (None, None, Tile(64, 128, 4, 3)),
@@ -44,9 +44,9 @@ LAUNCH: Mapping[tuple[str, str, int], tuple[Tile | None, Tile | None, Tile]] = {
     ("sm_100", "fp8", 128): (Tile(128, 64, 8, 4), Tile(128, 64, 8, 3), Tile(128, 64, 8, 4)),
     ("sm_100", "fp8 x fp8", 16): (Tile(64, 128, 4, 4), None, Tile(64, 128, 4, 4)),
     ("sm_100", "fp8 x fp8", 128): (Tile(128, 128, 8, 4), None, Tile(64, 128, 8, 4)),
-    ("sm_100", "dense", 16): (None, None, Tile(64, 128, 4, 3)),
+    ("sm_100", "dense", 16): (None, None, Tile(64, 64, 4, 4)),
     ("sm_100", "dense", 128): (None, None, Tile(128, 64, 8, 3)),
-    ("sm_80", "dense", 16): (None, None, Tile(64, 64, 4, 4)),
+    ("sm_80", "dense", 16): (None, None, Tile(64, 128, 4, 3)),
     ("sm_80", "dense", 64): (None, None, Tile(64, 64, 4, 3)),
     **{(INTERPRETER, form, 16): (Tile(64, 64, 1, 1), Tile(64, 64, 1, 1), Tile(64, 64, 1, 1)) for form in ("dense", "fp8", "fp8 x fp8")},
 }

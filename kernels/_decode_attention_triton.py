@@ -6,6 +6,7 @@ walks, on the query's position. Axes: n heads of a program, k keys of a tile, D 
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 import torch
 import triton
@@ -61,8 +62,10 @@ NARROW: Mapping[str, tuple[Launch, ...]] = {
         Launch(heads=64, keys=16, warps=1, stages=2),
     ),
 }
-# Most programs that share a query's keys.
-MOST_SPLITS = 128
+# Most programs that share a query's keys. What a program takes beside its tiles, and putting sums together, in tiles' time (estimates).
+MOST_SPLITS, START, COMBINE = 128, 1, 3
+# Beyond, a row's windows are too far apart for every query to walk all columns.
+FEW_QUERIES = 16
 # Splits that are added up at a time, and columns, by a program of so many warps.
 COMBINE_SPLITS, COMBINE_WIDTH, COMBINE_WARPS = 16, 128, 4
 COUNTS = [
@@ -71,8 +74,11 @@ COUNTS = [
 ]
 
 
+@lru_cache(maxsize=1024)
 def choose(queries: int, heads: int, keys: int, device: torch.device) -> tuple[Launch, int]:
-    """The tile, and how many programs share the keys of each of `queries` query tokens that has room for `keys` of them."""
+    """The tile, and how many programs share the keys of each of `queries` query tokens that has room for `keys` of them: whatever
+    takes the fewest steps, where a device walks as many tiles at a time as it has processors.
+    """
     name, room = architecture(device), processors(device)
     for table in (NARROW, WIDE):
         launch = pick(table, name, heads)
@@ -80,14 +86,21 @@ def choose(queries: int, heads: int, keys: int, device: torch.device) -> tuple[L
         tiles = triton.cdiv(keys, launch.keys)
         if programs * tiles <= room:
             break
-    return launch, max(1, min(room // programs, tiles, MOST_SPLITS))
+
+    def steps(splits: int) -> int:
+        each = triton.cdiv(tiles, splits) + START
+        return triton.cdiv(programs * splits, room) * each + (COMBINE if splits > 1 else 0)
+
+    return launch, min(range(1, max(1, min(tiles, MOST_SPLITS)) + 1), key=steps)
 
 
 def suits(queries: Tensor, tokens: Tensor, entries: Tensor | None, selection: Tensor | None) -> bool:
     """Whether these queries are so few that their keys are to be shared among programs."""
     b, s, heads, _ = queries.shape
+    if s > FEW_QUERIES or queries.numel() == 0:
+        return False
     listed = selection.shape[2] if selection is not None else 0 if entries is None else entries.shape[1]
-    return queries.numel() > 0 and choose(b * s, heads, tokens.shape[1] + listed, queries.device)[1] > 1
+    return choose(b * s, heads, tokens.shape[1] + listed, queries.device)[1] > 1
 
 
 @triton.jit(do_not_specialize=COUNTS)

@@ -27,10 +27,10 @@ from dsv4.kernels.grouped_experts import Stored
 LAUNCH: Mapping[tuple[str, str, int], tuple[Tile, Tile]] = {
     **{("sm_90", form, 16): (Tile(64, 64, 4, 4), Tile(64, 64, 4, 3)) for form in ("dense", "fp8", "fp4")},
     **{("sm_90", form, 64): (Tile(64, 64, 4, 4), Tile(64, 64, 4, 3)) for form in ("dense", "fp8", "fp4")},
-    **{("sm_90", form, 128): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)) for form in ("dense", "fp8", "fp4")},
+    **{("sm_90", form, 128): (Tile(64, 64, 8, 3), Tile(128, 64, 8, 3)) for form in ("dense", "fp8", "fp4")},
     **{("sm_100", form, 16): (Tile(64, 64, 4, 4), Tile(64, 64, 4, 3)) for form in ("dense", "fp8", "fp4")},
     **{("sm_100", form, 64): (Tile(64, 64, 4, 4), Tile(64, 64, 4, 3)) for form in ("dense", "fp8", "fp4")},
-    **{("sm_100", form, 128): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)) for form in ("dense", "fp8", "fp4")},
+    **{("sm_100", form, 128): (Tile(64, 64, 8, 3), Tile(128, 64, 8, 3)) for form in ("dense", "fp8", "fp4")},
     **{("sm_80", form, 16): (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)) for form in ("dense", "fp4")},
     **{("sm_80", form, 64): (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)) for form in ("dense", "fp4")},
     **{(INTERPRETER, form, 16): (Tile(64, 64, 1, 1), Tile(64, 64, 1, 1)) for form in ("dense", "fp8", "fp4")},

@@ -23,13 +23,11 @@ from dsv4.kernels._device_triton import INTERPRETED, INTERPRETER, aligned_rows, 
 PROGRAMS = 2
 # Partial sums that `finish_kernel` adds at a time.
 PARTS = 32
-# Hidden columns of one program of `write_kernel`.
-WRITTEN = 1024
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How `project_kernel` is launched: tokens and hidden columns of a tile, warps, tiles in flight."""
+    """How a kernel is launched: tokens and hidden columns of a tile, warps, tiles in flight."""
 
     tokens: int
     hidden: int
@@ -46,6 +44,12 @@ PROJECT: Mapping[str, tuple[Launch, ...]] = {
     INTERPRETER: (Launch(tokens=16, hidden=32, warps=1, stages=1), Launch(tokens=64, hidden=32, warps=1, stages=1)),
 }
 FINISH_WARPS = 8
+WRITE: Mapping[str, Launch] = {
+    "sm_80": Launch(tokens=1, hidden=1024, warps=4, stages=1),
+    "sm_90": Launch(tokens=1, hidden=1024, warps=4, stages=1),
+    "sm_100": Launch(tokens=1, hidden=1024, warps=4, stages=1),
+    INTERPRETER: Launch(tokens=16, hidden=64, warps=1, stages=1),
+}
 # Numbers that differ from call to call: no kernel is compiled anew for some of their values.
 COUNTS = ["token_count", "tiles_of_split", "splits"]
 
@@ -135,9 +139,9 @@ def mixing_shares(comb_ptr, post_ptr, t, is_token, N: tl.constexpr):
     """comb[j, k] of tokens t at j * N + k, then post[k]."""
     shares = ()
     for jk in tl.static_range(N * N):
-        shares = shares + (tl.load(comb_ptr + t * (N * N) + jk, mask=is_token, other=0.0),)
+        shares += (tl.load(comb_ptr + t * (N * N) + jk, mask=is_token, other=0.0),)
     for k in tl.static_range(N):
-        shares = shares + (tl.load(post_ptr + t * N + k, mask=is_token, other=0.0),)
+        shares += (tl.load(post_ptr + t * N + k, mask=is_token, other=0.0),)
     return shares
 
 
@@ -145,7 +149,7 @@ def mixing_shares(comb_ptr, post_ptr, t, is_token, N: tl.constexpr):
 def load_streams(rows, x_n, of_tile, N: tl.constexpr):
     streams = ()
     for j in tl.static_range(N):
-        streams = streams + (tl.load(rows + j * x_n, mask=of_tile, other=0.0),)
+        streams += (tl.load(rows + j * x_n, mask=of_tile, other=0.0),)
     return streams
 
 
@@ -259,18 +263,20 @@ def finish_kernel(
 @triton.jit(do_not_specialize=COUNTS)
 def write_kernel(
     x_ptr, comb_ptr, post_ptr, out_ptr, written_ptr, token_count, hidden, x_t, x_n, out_t,
-    N: tl.constexpr, BLOCK_H: tl.constexpr,
+    N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    t = tl.program_id(0).to(tl.int64)
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    is_token = t < token_count
     column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    inside = column < hidden
-    out = tl.load(out_ptr + t * out_t + column, mask=inside, other=0.0).to(tl.float32)
+    of_tile = is_token[:, None] & (column < hidden)[None, :]
+    shares = mixing_shares(comb_ptr, post_ptr, t, is_token, N)
+    streams = load_streams(x_ptr + (t * x_t)[:, None] + column[None, :], x_n, of_tile, N)
+    out = tl.load(out_ptr + (t * out_t)[:, None] + column[None, :], mask=of_tile, other=0.0).to(tl.float32)
     for k in tl.static_range(N):
-        mixed = tl.load(post_ptr + t * N + k) * out
+        mixed = shares[N * N + k][:, None] * out
         for j in tl.static_range(N):
-            stream = tl.load(x_ptr + t * x_t + j * x_n + column, mask=inside, other=0.0).to(tl.float32)
-            mixed += tl.load(comb_ptr + t * (N * N) + j * N + k) * stream
-        tl.store(written_ptr + (t * N + k) * hidden + column, mixed.to(written_ptr.dtype.element_ty), mask=inside)
+            mixed += shares[j * N + k][:, None] * streams[j].to(tl.float32)
+        tl.store(written_ptr + ((t * N + k) * hidden)[:, None] + column[None, :], mixed.to(written_ptr.dtype.element_ty), mask=of_tile)
 
 
 def pick(table: Mapping[str, tuple[Launch, ...]], name: str, tokens: int) -> Launch:
@@ -311,6 +317,11 @@ def finish_options(n: int, iters: int, hidden: int, is_split: bool, norms: bool)
         "num_warps": FINISH_WARPS,
         "enable_fp_fusion": True,
     }
+
+
+def write_options(launch: Launch, n: int) -> dict:
+    """The constants of `write_kernel` and the compiler's options."""
+    return {"N": n, "BLOCK_T": launch.tokens, "BLOCK_H": launch.hidden, "num_warps": launch.warps, "enable_fp_fusion": True}
 
 
 def split(launch: Launch, tokens: int, hidden: int, device: torch.device) -> tuple[int, int]:
@@ -364,14 +375,12 @@ def write(x: Tensor, comb: Tensor, post: Tensor, out: Tensor) -> Tensor:
     if written.numel() == 0:
         return written
     x = aligned_rows(x.reshape(b * s, n, hidden))
-    block = min(WRITTEN, triton.next_power_of_2(hidden))
+    launch = WRITE[architecture(x.device)]
+    constants = write_options(launch, n)
     with torch.cuda.device_of(x):
-        write_kernel[(b * s, triton.cdiv(hidden, block))](
+        write_kernel[(triton.cdiv(b * s, launch.tokens), triton.cdiv(hidden, launch.hidden))](
             *(x, comb.contiguous(), post.contiguous(), out.contiguous(), written),
             *(b * s, hidden, x.stride(0), x.stride(1), hidden),
-            N=n,
-            BLOCK_H=block,
-            num_warps=4,
-            enable_fp_fusion=True,
+            **constants,
         )
     return written

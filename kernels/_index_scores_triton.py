@@ -3,7 +3,7 @@
 `score_kernel` multiplies a tile of entries with the heads of a few queries; entries are the rows of the product, so that the sum over
 heads stays within a warp. FP8 keys are widened on their way to the tensor core, which is exact. `select_kernel` holds a query's scores in
 registers: the k-th best is found bit by bit, by counting, then those above it are packed, and of those equal to it the lowest entries.
-A row of more entries than `WIDEST` is selected from in parts first; what the parts keep holds the best of the whole.
+A row of more entries than the widest tile is selected from in parts first; what the parts keep holds the best of the whole.
 Axes: q query, h head, e entry of a tile, d width.
 """
 
@@ -47,12 +47,12 @@ SCORES: Mapping[str, tuple[Scores, Scores]] = {
     "sm_100": (Scores(queries=1, entries=64, warps=4, stages=3), Scores(queries=2, entries=128, warps=8, stages=3)),
     INTERPRETER: (Scores(queries=1, entries=16, warps=1, stages=1), Scores(queries=2, entries=32, warps=1, stages=1)),
 }
-# Fewest entries first; the last one is as many as a program's registers hold.
+# Fewest entries first; the last one is as many as a program's registers hold, and several times what is kept at most, so that parts shrink.
 CHOICES: Mapping[str, tuple[Choice, ...]] = {
-    "sm_80": (Choice(entries=1024, warps=4), Choice(entries=4096, warps=8), Choice(entries=16384, warps=16)),
-    "sm_90": (Choice(entries=1024, warps=4), Choice(entries=4096, warps=8), Choice(entries=16384, warps=16)),
-    "sm_100": (Choice(entries=1024, warps=4), Choice(entries=4096, warps=8), Choice(entries=16384, warps=16)),
-    INTERPRETER: (Choice(entries=16, warps=1), Choice(entries=64, warps=1)),
+    "sm_80": (Choice(entries=1024, warps=4), Choice(entries=4096, warps=8), Choice(entries=8192, warps=16)),
+    "sm_90": (Choice(entries=1024, warps=4), Choice(entries=4096, warps=8), Choice(entries=8192, warps=16)),
+    "sm_100": (Choice(entries=1024, warps=4), Choice(entries=4096, warps=8), Choice(entries=8192, warps=16)),
+    INTERPRETER: (Choice(entries=16, warps=1), Choice(entries=256, warps=1), Choice(entries=8192, warps=1)),
 }
 
 
@@ -109,6 +109,13 @@ def score_kernel(
             tl.store(to + e[:, None], blank, mask=(e < seen)[:, None] & is_query[None, :])
 
 
+@triton.jit
+def sortable(score):
+    """Integers that sort like the scores; -0.0 is 0.0."""
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def select_kernel(
     score_ptr, entry_ptr, position_ptr, kept_score_ptr, kept_entry_ptr, out_ptr,
@@ -131,9 +138,7 @@ def select_kernel(
         is_open = place < tl.minimum((tl.load(position_ptr + query) + 1) // rate, seen)
     score = tl.load(score_ptr + row * score_row + place, mask=is_open, other=float("-inf"))
     is_open = is_open & (score > float("-inf"))
-    # As integers that sort like the scores; -0.0 is 0.0.
-    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
-    order = tl.where(is_open, bits ^ ((bits >> 31) & 0x7FFFFFFF), LEAST)
+    order = tl.where(is_open, sortable(score), LEAST)
     wanted = tl.minimum(tl.sum(is_open.to(tl.int32), 0), kept)
     # The largest number that at least `wanted` reach.
     bound = tl.full([], LEAST, tl.int32)
@@ -151,19 +156,18 @@ def select_kernel(
     is_kept = above | (tied & ((counts >> 16) <= room))
     to = (counts & 0xFFFF) + tl.minimum(counts >> 16, room) - 1
     k = tl.arange(0, BLOCK_K)
+    begin = (row * tl.num_programs(1) + part) * kept
+    tl.store(kept_score_ptr + begin + to, score, mask=is_kept)
+    tl.store(kept_entry_ptr + begin + to, entry, mask=is_kept)
     if FINAL:
-        out = out_ptr + query * kept
-        # A score and an entry in one number that sorts as (score descending, entry ascending).
-        tl.store(out + to, (order.to(tl.int64) << 32) | (0xFFFFFFFF - entry.to(tl.int64)), mask=is_kept)
         tl.debug_barrier()
-        packed = tl.load(out + k, mask=k < wanted, other=-9223372036854775808)
-        packed = tl.sort(packed, descending=True)
-        tl.debug_barrier()
-        tl.store(out + k, tl.where(k < wanted, 0xFFFFFFFF - (packed & 0xFFFFFFFF), -1), mask=k < kept)
+        score = tl.load(kept_score_ptr + begin + k, mask=k < wanted, other=float("-inf"))
+        entry = tl.load(kept_entry_ptr + begin + k, mask=k < wanted, other=0)
+        # A score and an entry in one number that sorts as (score descending, entry ascending); none of them is the least of all.
+        packed = (sortable(score).to(tl.int64) << 32) | (0xFFFFFFFF - entry.to(tl.int64))
+        packed = tl.sort(tl.where(k < wanted, packed, -9223372036854775808), descending=True)
+        tl.store(out_ptr + query * kept + k, tl.where(k < wanted, 0xFFFFFFFF - (packed & 0xFFFFFFFF), -1), mask=k < kept)
     else:
-        begin = (row * tl.num_programs(1) + part) * kept
-        tl.store(kept_score_ptr + begin + to, score, mask=is_kept)
-        tl.store(kept_entry_ptr + begin + to, entry, mask=is_kept)
         tl.store(kept_entry_ptr + begin + k, tl.full([BLOCK_K], -1, tl.int32), mask=(k >= wanted) & (k < kept))
 
 
@@ -224,12 +228,14 @@ class Rows:
         if scores.numel() == 0:
             return scores
         launch = SCORES[architecture(self.queries.device)][chunk > 1]
+        # Without a scale the kernel is given an address it never reads.
+        key_scale = self.weights if self.key_scale is None else self.key_scale
         blocks, tiles = b * triton.cdiv(chunk, launch.queries), triton.cdiv(seen, launch.entries)
         wanted = max(1, min(tiles, triton.cdiv(PROGRAMS * processors(self.queries.device), blocks)))
         each = triton.cdiv(tiles, wanted)
         with torch.cuda.device_of(self.queries):
             score_kernel[(blocks, triton.cdiv(tiles, each))](
-                *(self.queries, self.keys, self.weights if self.key_scale is None else self.key_scale, self.weights, self.positions, scores),
+                *(self.queries, self.keys, key_scale, self.weights, self.positions, scores),
                 *(begin, s, chunk, self.keys.shape[1], seen, self.rate, each, seen),
                 *(*self.queries.stride()[:2], *self.keys.stride()[:2], heads, width**-0.5),
                 **score_options(launch, heads, width, self.key_scale is not None, fills),
@@ -246,7 +252,7 @@ class Rows:
                 launch = next((choice for choice in table if choice.entries >= seen), table[-1])
                 parts = triton.cdiv(seen, launch.entries)
                 is_final = parts == 1
-                sizes = (b, chunk, 0 if is_final else parts * kept)
+                sizes = (b, chunk, parts * kept)
                 kept_scores = torch.empty(sizes, dtype=torch.float32, device=scores.device)
                 kept_entries = torch.empty(sizes, dtype=torch.int32, device=scores.device)
                 select_kernel[(b * chunk, parts)](

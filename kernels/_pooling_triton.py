@@ -48,7 +48,9 @@ def pool_kernel(
     largest = tl.full([BLOCK_D], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_D], tl.float32)
     mixed = tl.zeros([BLOCK_D], tl.float32)
-    for begin in tl.range(0, slot_count, BLOCK_M, num_stages=STAGES):
+    filled = tl.load(filled_ptr + entry) != 0
+    # A step of fixed shape asks for entries that are not there yet.
+    for begin in tl.range(0, tl.where(filled, slot_count, 0), BLOCK_M, num_stages=STAGES):
         m = begin + tl.arange(0, BLOCK_M)
         is_slot = m < slot_count
         present = is_slot & (tl.load(present_ptr + entry * slot_count + m, mask=is_slot, other=0) != 0)
@@ -76,7 +78,7 @@ def pool_kernel(
         sin = tl.load(sin_ptr + entry * (TURNED // 2) + pair, mask=turns, other=0.0)
         even, odd = tl.split(tl.reshape(y, (BLOCK_D // 2, 2)))
         y = tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (BLOCK_D,))
-    y = tl.where(tl.load(filled_ptr + entry) != 0, y, 0.0)
+    y = tl.where(filled, y, 0.0)
     tl.store(out_ptr + entry * D + d, y.to(out_ptr.dtype.element_ty), mask=d < D)
 
 

@@ -125,11 +125,10 @@ def multiply(
             if FORM == "fp8 x fp8":
                 part = tl.dot(w.to(tl.float32), x, input_precision="ieee") if WIDEN else tl.dot(w, x)
                 return acc + part * (scale * x_scale[None, :])
-            w = w.to(tl.float32) * scale
-            if WIDEN:
-                return tl.dot(w, x, acc, input_precision="ieee")
+            elif WIDEN:
+                return tl.dot(w.to(tl.float32) * scale, x, acc, input_precision="ieee")
             else:
-                return tl.dot(w.to(tl.bfloat16), x, acc)
+                return tl.dot((w.to(tl.float32) * scale).to(tl.bfloat16), x, acc)
 
 
 @triton.jit
@@ -156,16 +155,14 @@ def multiply_transposed(
     else:
         mask = inside[:, None] & (column < N)[None, :]
         w = tl.load(codes + row[:, None] * N + column[None, :], mask=mask, other=0.0)
-    if WIDEN:
-        part = tl.dot(tl.trans(w.to(tl.float32)), d, input_precision="ieee")
-    else:
-        part = tl.dot(tl.trans(w.to(tl.bfloat16)), d)
+    part = tl.dot(tl.trans(w.to(tl.float32)), d, input_precision="ieee") if WIDEN else tl.dot(tl.trans(w.to(tl.bfloat16)), d)
     if FORM == "fp8":
         return acc + part * _scale(scales + block_row * SCALES_WIDE + column0 // 128)
-    if FORM == "fp4":
+    elif FORM == "fp4":
         # Times one, or the sum would move into the product, whose parts then wait for each other on sm_90 (ptxas: C7515).
         return acc + part * (column0 >= 0).to(tl.float32)
-    return acc + part
+    else:
+        return acc + part
 
 
 @triton.jit
@@ -227,7 +224,7 @@ def _quantize_rows(x, codes, scales, n, K, WIDE, ROWS: tl.constexpr):
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`quantize_activations` of dsv4.kernels.quantize in one launch: x [n K] contiguous -> codes [n K], scales [n ceil(K/128)]."""
+    """`quantize_activations` of dsv4.kernels.fp8_activations in one launch: x [n K] contiguous -> codes [n K], scales [n ceil(K/128)]."""
     n, width = x.shape
     blocks = triton.cdiv(width, 128)
     codes = torch.empty(n, width, dtype=torch.float8_e4m3fn, device=x.device)

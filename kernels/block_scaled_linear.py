@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from dsv4.kernels.backend import BACKENDS, available
+from dsv4.kernels.fp8_activations import as_quantized
 from dsv4.kernels.grouped_experts import is_deployed
 from dsv4.kernels.grouped_linear import is_eager
-from dsv4.kernels.quantize import as_quantized, dequantize_fp8, fp8_scale_shape
+from dsv4.kernels.quantize import dequantize_fp8, fp8_scale_shape
 
 
 def block_scaled_linear(

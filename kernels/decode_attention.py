@@ -17,7 +17,8 @@ from torch import Tensor
 
 from dsv4.kernels import recompute
 from dsv4.kernels.numeric import wide
-from dsv4.kernels.sparse_attention import refusal, softmax_with_sink, visible_entries, visible_tokens
+from dsv4.kernels.reach import visible_entries, visible_tokens
+from dsv4.kernels.sparse_attention import refusal, softmax_with_sink
 
 
 def decode_attention_reference(

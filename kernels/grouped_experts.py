@@ -19,9 +19,10 @@ from torch.autograd import forward_ad
 from torch.nn.functional import silu
 
 from dsv4.kernels.backend import BACKENDS, available
+from dsv4.kernels.fp8_activations import as_quantized
 from dsv4.kernels.grouped_linear import coded_linear, grouped_outer, grouped_product, is_eager
 from dsv4.kernels.numeric import wide
-from dsv4.kernels.quantize import as_quantized, fp4_scale_shape, fp8_scale_shape
+from dsv4.kernels.quantize import fp4_scale_shape, fp8_scale_shape
 from dsv4.kernels.routing import slots_in_order, sort_by_expert
 
 # Slots go through the experts in chunks that hold about this many floats of width H, but not fewer than ROWS for each expert.
@@ -208,7 +209,8 @@ def _over_chunks(x: Tensor, indices: Tensor, weights: Tensor, bank: Bank, limit:
         stored = bank.stored(x.dtype)
         if _grouped_experts_cpu.covers(stored, x):
             way, bank = _grouped_experts_cpu.run, stored
-    if t <= step:
+    # One chunk in a compiler's graph, which else would have a branch for every number of them.
+    if torch.compiler.is_compiling() or t <= step:
         return way(x, indices, weights, bank, limit)
     parts = (slice(i, i + step) for i in range(0, t, step))
     return torch.cat([way(x[part], indices[part], weights[part], bank, limit) for part in parts])

@@ -20,6 +20,8 @@ from dsv4.kernels.numeric import topk_lowest, wide
 
 # Head scores (floats) that are held at a time: what fits a core's cache.
 CHUNK = 1 << 19
+# A compiler may take the chunks of up to so many queries apart.
+FEW_QUERIES = 4
 # Scores (floats) that the device code holds at a time.
 DEVICE_CHUNK = 1 << 26
 # What it takes: a tile of queries and one of keys lie in shared memory, a row of what is kept in registers.
@@ -62,6 +64,23 @@ def select_by_index(queries: Tensor, keys: Tensor, weights: Tensor, positions: T
     Returns:
         [b s min(k, e)] int64, as `select_entries` of the masked scores.
     """
+    if torch.compiler.is_compiling() and queries.shape[1] > FEW_QUERIES:
+        return select_by_index_op(queries, keys, weights, positions, rate, k, lead)
+    return _in_chunks(queries, keys, weights, positions, rate, k, lead)
+
+
+@torch.library.custom_op("dsv4::select_by_index", mutates_args=())
+def select_by_index_op(queries: Tensor, keys: Tensor, weights: Tensor, positions: Tensor, rate: int, k: int, lead: int) -> Tensor:
+    """`select_by_index` as one operation, whose chunks a compiler does not unroll. A choice has no gradient."""
+    return _in_chunks(queries, keys, weights, positions, rate, k, lead)
+
+
+@select_by_index_op.register_fake
+def _(queries, keys, weights, positions, rate, k, lead):
+    return positions.new_empty(*queries.shape[:2], torch.sym_min(k, keys.shape[1]))
+
+
+def _in_chunks(queries: Tensor, keys: Tensor, weights: Tensor, positions: Tensor, rate: int, k: int, lead: int) -> Tensor:
     b, s, h, _ = queries.shape
     entries = keys.shape[1]
     width = min(k, entries)

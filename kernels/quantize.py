@@ -105,8 +105,8 @@ def dequantize_fp8(
             f"(blocks of {FP8_BLOCK} x {FP8_BLOCK})"
         )
     out = _result(codes.shape, dtype, codes.device, out)
-    scale, exact = _scale_values(scale, out.dtype)
-    table = _fp8_table(codes.device, torch.float32 if not exact else out.dtype)
+    table = _fp8_table(codes.device, out.dtype if _is_exact(scale, out.dtype) else torch.float32)
+    scale = _scale_values(scale, out.dtype)
     rows, columns = codes.shape[-2] // row_parts, codes.shape[-1]
     count = math.prod(codes.shape[:-2]) * row_parts
     codes_mats = codes.contiguous().view(torch.uint8).reshape(count, rows, columns)
@@ -154,15 +154,14 @@ def dequantize_fp4(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfl
             f"{list(expected)}"
         )
     out = _result((*packed.shape[:-1], columns), dtype, packed.device, out)
-    scale, exact = _scale_values(scale, out.dtype)
-    pairs = _fp4_pairs(packed.device, torch.float32 if not exact else out.dtype)
+    pairs = _fp4_pairs(packed.device, out.dtype if _is_exact(scale, out.dtype) else torch.float32)
     flat = packed.contiguous().view(torch.uint8).reshape(-1, FP4_BLOCK // 2)
-    scale_b1 = scale.reshape(-1, 1)
+    scale_b1 = scale.contiguous().reshape(-1, 1)
     out_b32 = out.view(-1, FP4_BLOCK)
 
     def decode_blocks(part: slice) -> None:
         step, look_up = _chunk(packed.device) // FP4_BLOCK, _LookUp(pairs)
-        pieces = (t[part].split(step) for t in (flat, scale_b1, out_b32))
+        pieces = (t.split(step) for t in (flat[part], _scale_values(scale_b1[part], out.dtype), out_b32[part]))
         for codes, scales, piece in zip(*pieces, strict=True):
             look_up(codes, scales, piece)
 
@@ -200,7 +199,7 @@ def quantize_fp8(weight: Tensor, *, row_parts: int = 1) -> tuple[Tensor, Tensor]
         padded = torch.nn.functional.pad(mat_oi.float(), padding)
         blocks = padded.unflatten(-1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))
         exponent = _scale_exponent(blocks.abs().amax((1, 3)), FP8_MAX)
-        shrunk = blocks * _power_of_two(-exponent)[:, None, :, None]
+        shrunk = blocks * power_of_two(-exponent)[:, None, :, None]
         codes_oi.copy_(shrunk.flatten(0, 1).flatten(1, 2)[:rows, :columns])
         scales.append(_e8m0_from_exponent(exponent))
     stacked = torch.stack([scale.view(torch.uint8) for scale in scales]).view(torch.float8_e8m0fnu)
@@ -223,35 +222,10 @@ def quantize_fp4(weight: Tensor) -> tuple[Tensor, Tensor]:
         part = slice(first, first + step)
         chunk = blocks[part].float()
         exponent = _scale_exponent(chunk.abs().amax(-1), FP4_MAX)
-        packed[part] = pack_fp4(_e2m1_codes(chunk * _power_of_two(-exponent)[:, None]))
+        packed[part] = pack_fp4(_e2m1_codes(chunk * power_of_two(-exponent)[:, None]))
         scale[part] = _e8m0_from_exponent(exponent).view(torch.uint8)
     shape = (*weight.shape[:-1], weight.shape[-1] // 2)
     return packed.view(shape), scale.view(torch.float8_e8m0fnu).view(fp4_scale_shape(shape))
-
-
-def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[.., i] -> (float8_e4m3fn [.., i], float32 [.., ceil(i/128)]): a power of two for each 128 numbers of a row.
-
-    The smallest from 2^-126 to 2^126 with max |block| <= 448 * scale (1 for a block of zeros), as served models quantise what their
-    FP8 weights multiply. Where a block holds NaN or infinity the scale is NaN. Nothing is read back from the device.
-    """
-    columns = x.shape[-1]
-    blocks = torch.nn.functional.pad(x.detach().float(), (0, -columns % FP8_BLOCK)).unflatten(-1, (-1, FP8_BLOCK))
-    most = blocks.abs().amax(-1)
-    top, top_exponent = math.frexp(FP8_MAX)
-    mantissa, exponent = torch.frexp(most)
-    exponent = exponent.to(torch.int32) - top_exponent + (mantissa > top).to(torch.int32)
-    exponent = exponent.clamp(1 - E8M0_BIAS, E8M0_BIAS - 1).masked_fill((most == 0) | ~most.isfinite(), 0)
-    codes = (blocks * _power_of_two(-exponent).unsqueeze(-1)).to(torch.float8_e4m3fn)
-    scale = _power_of_two(exponent).masked_fill(~most.isfinite(), math.nan)
-    return codes.flatten(-2)[..., :columns].contiguous(), scale
-
-
-def as_quantized(x: Tensor) -> Tensor:
-    """x as `quantize_activations` represents it, in x's dtype; its gradient is the result's (straight through)."""
-    codes, scale = quantize_activations(x)
-    value = codes.to(torch.float32) * scale.repeat_interleave(FP8_BLOCK, dim=-1)[..., : x.shape[-1]]
-    return x + (value.to(x.dtype) - x).detach() if x.requires_grad else value.to(x.dtype)
 
 
 def has_nan_code(codes: Tensor) -> bool:
@@ -319,14 +293,18 @@ def _result(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, ou
     return out
 
 
-def _scale_values(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
-    """(multipliers, exact): exact if codes and scales fit `dtype`, so that it takes the product."""
+def _is_exact(scale: Tensor, dtype: torch.dtype) -> bool:
+    """Whether codes and scales fit `dtype`, so that it takes their product."""
     is_power = scale.dtype in (torch.float8_e8m0fnu, torch.uint8)
     if not is_power and scale.dtype != torch.float32:
         raise ValueError(f"scales are {scale.dtype}; expected float8_e8m0fnu, its bytes as uint8, or float32")
-    values = e8m0_to_float32(scale) if is_power else scale
-    exact = dtype in (torch.float32, torch.float64) or (is_power and dtype == torch.bfloat16)
-    return values.to(dtype) if exact else values, exact
+    return dtype in (torch.float32, torch.float64) or (is_power and dtype == torch.bfloat16)
+
+
+def _scale_values(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The multipliers, in `dtype` where that is exact, else in float32."""
+    values = scale if scale.dtype == torch.float32 else e8m0_to_float32(scale)
+    return values.to(dtype) if _is_exact(scale, dtype) else values
 
 
 class _LookUp:
@@ -337,7 +315,7 @@ class _LookUp:
 
     def __init__(self, table: tuple[Tensor, torch.dtype]):
         self.entries, self.dtype = table
-        self.indices = self.found = self.entries.new_empty(0)
+        self.indices, self.found = self.entries.new_empty(0, dtype=torch.int32), self.entries.new_empty(0)
 
     def __call__(self, codes: Tensor, scale: Tensor, out: Tensor) -> None:
         size = codes.numel()
@@ -388,7 +366,7 @@ def _scale_exponent(amax: Tensor, largest: float) -> Tensor:
     return exponent.clamp(-E8M0_BIAS, E8M0_BIAS).masked_fill(amax == 0, 0)
 
 
-def _power_of_two(exponent: Tensor) -> Tensor:
+def power_of_two(exponent: Tensor) -> Tensor:
     """2^exponent in float32, exactly, for exponents in [-127, 127]."""
     return e8m0_to_float32((exponent + E8M0_BIAS).to(torch.uint8))
 

@@ -13,86 +13,19 @@ when it is first asked for. Its weights are rounded to the keys' dtype before th
 Axes: b batch, s query column, w earlier window columns, N heads, D head width, e entries, t selected entries.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from dsv4.kernels.backend import available
-from dsv4.kernels.index_scores import closed_entries
+from dsv4.kernels.banded_attention import banded_attention, few_queries
 from dsv4.kernels.numeric import wide
+from dsv4.kernels.reach import Reach, visible_entries, visible_tokens
 
-# Queries of one banded block, and floats of scores and gathered entries that are held at a time.
-BLOCK = 32
 # Up to so many queries the bands are not worth their bookkeeping.
 FEW_QUERIES = 4
-CHUNK = 1 << 19
-# Up to this many entries per selected one, masking a dense product is cheaper than gathering.
-GATHER_RATIO = 8
 # What the device code takes: a tile of head width 512 fills an SM.
 DEVICE_DTYPES = (torch.bfloat16, torch.float16)
 MAX_WIDTH = 512
-
-
-def once(compute: Callable) -> property:
-    """A property computed at the first reading; at each one while it is traced, where equal computations become one."""
-    key = compute.__name__
-
-    def value(self):
-        if torch.compiler.is_compiling():
-            return compute(self)
-        if key not in self.__dict__:
-            self.__dict__[key] = compute(self)
-        return self.__dict__[key]
-
-    return property(value, doc=compute.__doc__)
-
-
-@dataclass(frozen=True)
-class Reach:
-    """Which keys a query may see.
-
-    Attributes:
-        window: tokens seen, the query's own included.
-        query_positions: [b s] int64, -1 at padding.
-        token_positions: [b w+s] int64 of the token keys, -1 where there is none.
-        gap: columns by which a row's earlier tokens may stand further away than their positions say (left padding after a cache).
-        rate: tokens per entry; 0 without entries.
-    """
-
-    window: int
-    query_positions: Tensor
-    token_positions: Tensor
-    gap: int = 0
-    rate: int = 0
-
-    @once
-    def tokens_hidden(self) -> Tensor:
-        """[b s w+s] bool: tokens that a query does not see; one tensor for all blocks of a call."""
-        return ~visible_tokens(self.query_positions, self.token_positions, self.window)
-
-    @once
-    def at_padding(self) -> Tensor:
-        """[b s] bool."""
-        return self.query_positions < 0
-
-
-def visible_tokens(query_positions: Tensor, token_positions: Tensor, window: int) -> Tensor:
-    """[... s], [... k] -> [... s k] bool: 0 <= p_query - p_token < window, both real."""
-    distance = query_positions.unsqueeze(-1) - token_positions.unsqueeze(-2)
-    return (distance >= 0) & (distance < window) & (token_positions >= 0).unsqueeze(-2)
-
-
-def visible_entries(query_positions: Tensor, rate: int, entries: int, selection: Tensor | None) -> Tensor:
-    """[b s e] bool: closed for the query and, where a selection [b s t] is given, among the selected."""
-    closed = closed_entries(query_positions, rate, entries)
-    if selection is None:
-        return closed
-    chosen = torch.zeros(*closed.shape[:2], entries + 1, dtype=torch.bool, device=closed.device)
-    chosen = chosen.scatter(-1, selection.masked_fill(selection < 0, entries), True)
-    return closed & chosen[..., :entries]
 
 
 def softmax_with_sink(scores: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,36 +101,8 @@ def sparse_attention(
         places = (reach.query_positions, reach.token_positions, reach.window, reach.gap, reach.rate)
         return fused_sparse_attention(queries, tokens, entries, sinks, selection, *places, scale)[0]
     if s <= FEW_QUERIES:
-        return _few(wide(queries) * scale, wide(tokens), entries, wide(sinks), reach, selection).to(queries.dtype)
-    block, before = min(BLOCK, s), tokens.shape[1] - s
-    back = reach.window - 1 + reach.gap
-    if before + s <= back + 2 * block:
-        # Short: one band that holds every token.
-        block, back = s, before
-    front, tail = back - before, -s % block
-    tokens = pad(tokens, (0, 0, max(front, 0), tail))[:, max(-front, 0) :]
-    places = pad(reach.token_positions, (max(front, 0), tail), value=-1)[:, max(-front, 0) :]
-    positions = pad(reach.query_positions, (0, tail), value=-1)
-    per_query = heads * (back + block) + _entry_floats(entries, selection, heads, width)
-    step = max(1, CHUNK // (b * per_query * block)) * block
-    outputs = []
-    for begin in range(0, s, step):
-        end = min(s, begin + step)
-        stop = end + -end % block
-        outputs.append(
-            _chunk(
-                wide(queries[:, begin:end]) * scale,
-                wide(tokens[:, begin : back + stop]),
-                None if entries is None else wide(entries),
-                wide(sinks),
-                positions[:, begin:stop],
-                places[:, begin : back + stop],
-                None if selection is None else selection[:, begin:end],
-                reach,
-                block,
-            )
-        )
-    return (torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]).to(queries.dtype)
+        return few_queries(queries, tokens, entries, sinks, reach, selection, scale)
+    return banded_attention(queries, tokens, entries, sinks, reach, selection, scale)
 
 
 def refusal(backend: str, device: torch.device, dtype: torch.dtype, width: int) -> str | None:
@@ -231,12 +136,14 @@ def fused_sparse_attention(
     Returns:
         ([b s N D], log-sum-exp of each query's scores [b s N] float32, without the sink, -inf where nothing is seen; it has no gradient)
     """
-    from dsv4.kernels import _decode_attention_triton as few
-    from dsv4.kernels import _sparse_attention_triton as device_code
+    from dsv4.kernels import _decode_attention_triton as split
+    from dsv4.kernels import _packed_attention_triton as packed
+    from dsv4.kernels import _sparse_attention_triton as single
 
     given = queries, tokens, entries, sinks, selection, query_positions, token_positions, window
-    if few.suits(queries, tokens, entries, selection):
-        return few.forward(*given, rate, scale)
+    if split.suits(queries, tokens, entries, selection):
+        return split.forward(*given, rate, scale)
+    device_code = packed if packed.suits(queries, selection) else single
     return device_code.forward(*given, gap, rate, scale)
 
 
@@ -287,13 +194,11 @@ def _keep(ctx, inputs, output) -> None:
 
 
 def _gradient(ctx, grad: Tensor, _):
-    """In device code; by torch's way where the gradient is to have a gradient, where an order of sums is asked for
-    (torch.use_deterministic_algorithms) and on architectures without tiles.
+    """In device code; by torch's way where the gradient is to have a gradient and where an order of sums is asked for
+    (torch.use_deterministic_algorithms).
     """
-    from dsv4.kernels import _sparse_attention_gradient_triton as device_code
-
     twice = torch.is_grad_enabled()
-    if twice or torch.are_deterministic_algorithms_enabled() or not device_code.supports(grad.device):
+    if twice or torch.are_deterministic_algorithms_enabled():
         return _gradient_by_torch(ctx, grad, twice)
     found = fused_sparse_attention_gradient(grad, *ctx.saved_tensors, *ctx.numbers)
     grads = [g if needed else None for g, needed in zip(found, ctx.needs_input_grad, strict=False)]
@@ -317,72 +222,3 @@ def _gradient_by_torch(ctx, grad: Tensor, twice: bool):
 
 
 fused_sparse_attention.register_autograd(_gradient, setup_context=_keep)
-
-
-def _entry_floats(entries: Tensor | None, selection: Tensor | None, heads: int, width: int) -> int:
-    """Floats a query holds of its entries."""
-    if entries is None:
-        return 0
-    if _gathers(entries, selection):
-        return selection.shape[-1] * (heads + width)
-    return entries.shape[1] * heads
-
-
-def _gathers(entries: Tensor, selection: Tensor | None) -> bool:
-    return selection is not None and entries.shape[1] > GATHER_RATIO * selection.shape[-1]
-
-
-def _few(queries, tokens, entries, sinks, reach: Reach, selection) -> Tensor:
-    """All queries at once, each against every token key; queries [b s N D] scaled."""
-    b, s, heads, _ = queries.shape
-    flat, hidden = queries.flatten(1, 2), reach.tokens_hidden.unsqueeze(2)
-    on_tokens = torch.bmm(flat, tokens.transpose(1, 2)).view(b, s, heads, -1).masked_fill_(hidden, float("-inf"))
-    # Padding sees nothing, whatever its sink: a finite one keeps its row finite.
-    on_sink = sinks[:, None].expand(b, s, heads, 1).masked_fill(reach.at_padding[..., None, None], 0.0)
-    if entries is None:
-        weights = torch.softmax(torch.cat((on_tokens, on_sink), dim=-1), dim=-1)
-        return torch.bmm(weights[..., :-1].flatten(1, 2), tokens).view_as(queries)
-    on_entries, chosen = _entry_scores(queries, wide(entries), selection, reach.query_positions, reach.rate)
-    weights = torch.softmax(torch.cat((on_tokens, on_entries, on_sink), dim=-1), dim=-1)
-    mixed = torch.bmm(weights[..., : tokens.shape[1]].flatten(1, 2), tokens).view_as(queries)
-    return mixed + weights[..., tokens.shape[1] : -1] @ chosen
-
-
-def _chunk(queries, tokens, entries, sinks, positions, places, selection, reach: Reach, block: int) -> Tensor:
-    """queries [b s N D] scaled, tokens [b back+s' D], positions [b s'] and places [b back+s'], s' = s rounded up to blocks."""
-    b, s, heads, width = queries.shape
-    blocks = positions.shape[1] // block
-    band = tokens.shape[1] - (blocks - 1) * block
-    padded = pad(queries, (0, 0, 0, 0, 0, blocks * block - s)) if s % block else queries
-    keys = tokens.unfold(1, band, block)
-    seen = visible_tokens(positions.view(b, blocks, block), places.unfold(1, band, block), reach.window)
-    on_tokens = (padded.reshape(b, blocks, block * heads, width) @ keys).view(b, blocks, block, heads, band)
-    on_tokens = on_tokens.masked_fill_(~seen.unsqueeze(3), float("-inf")).view(b, blocks * block, heads, band)[:, :s]
-    # Padding sees nothing, whatever its sink: a finite one keeps its row finite.
-    on_sink = torch.where((positions[:, :s] < 0)[..., None, None], 0.0, sinks[:, None])
-    if entries is None:
-        chosen, scores = None, torch.cat((on_tokens, on_sink), dim=-1)
-    else:
-        on_entries, chosen = _entry_scores(queries, entries, selection, positions[:, :s], reach.rate)
-        scores = torch.cat((on_tokens, on_entries, on_sink), dim=-1)
-    weights = torch.softmax(scores, dim=-1)
-    if s % block:
-        weights = pad(weights, (0, 0, 0, 0, 0, blocks * block - s))
-    banded = weights.view(b, blocks, block * heads, -1)[..., :band]
-    mixed = (banded @ keys.transpose(-1, -2)).view(b, blocks * block, heads, width)[:, :s]
-    return mixed if chosen is None else mixed + weights[:, :s, :, band:-1] @ chosen
-
-
-def _entry_scores(queries, entries, selection, positions, rate: int) -> tuple[Tensor, Tensor]:
-    """(scores [b s N t or e], the entries they are of [b s t D] or [b 1 e D])."""
-    b, s, heads, width = queries.shape
-    if _gathers(entries, selection):
-        rows = torch.arange(b, device=entries.device)[:, None, None]
-        chosen = entries[rows, selection.clamp(min=0)]
-        closed = (selection >= 0) & ((selection + 1) * rate <= positions.unsqueeze(-1) + 1)
-        scores = queries @ chosen.transpose(-1, -2)
-    else:
-        chosen = entries.unsqueeze(1)
-        closed = visible_entries(positions, rate, entries.shape[1], selection)
-        scores = (queries.reshape(b, s * heads, width) @ entries.transpose(1, 2)).view(b, s, heads, -1)
-    return scores.masked_fill_(~closed.unsqueeze(2), float("-inf")), chosen

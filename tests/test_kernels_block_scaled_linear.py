@@ -11,7 +11,8 @@ from torch import Tensor
 from dsv4.kernels import block_scaled_linear as op
 from dsv4.kernels import gated_linear as gated
 from dsv4.kernels.backend import available
-from dsv4.kernels.quantize import as_quantized, dequantize_fp8, quantize_activations, quantize_fp8
+from dsv4.kernels.fp8_activations import as_quantized, quantize_activations
+from dsv4.kernels.quantize import dequantize_fp8, quantize_fp8
 from dsv4.testing import assert_close, relative_error
 from dsv4.testing_kernels import interpreter, resources
 
@@ -120,7 +121,8 @@ def test_activations_are_quantised_to_the_nearest_code():
     x[0, :128] = 0.0
     x[1, 5], x[1, 6] = 448.0, -17.0
     codes, scale = quantize_activations(x)
-    assert codes.shape == x.shape and scale.shape == (6, 3)
+    assert codes.shape == x.shape
+    assert scale.shape == (6, 3)
     blocks = torch.nn.functional.pad(x, (0, 84)).unflatten(-1, (3, 128)).double()
     most = blocks.abs().amax(-1)
     assert (most <= 448 * scale.double()).all()
@@ -359,7 +361,8 @@ def check_needs(arch: str, form: str, rows: int) -> None:
         print(arch, form, rows, kernel.__name__, need)
         assert need.stack == 0, need
         assert not need.complaints, need
-        assert need.shared <= memory * 1024 and need.tensor_memory <= 512, need
+        assert need.shared <= memory * 1024, need
+        assert need.tensor_memory <= 512, need
         assert need.instructions[instruction] > 0, need
         assert need.instructions["cp.async.c"] > 0, need
         assert instruction == "mma.sync" or need.instructions["mma.sync"] == 0, need

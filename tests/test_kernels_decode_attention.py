@@ -17,7 +17,8 @@ from dsv4.kernels.decode_attention import (
     decode_attention_torch,
     fused_decode_attention,
 )
-from dsv4.kernels.sparse_attention import Reach, sparse_attention, sparse_attention_reference
+from dsv4.kernels.reach import Reach
+from dsv4.kernels.sparse_attention import sparse_attention, sparse_attention_reference
 from dsv4.testing import assert_close
 from dsv4.testing_kernels import interpreter, resources
 
@@ -169,7 +170,9 @@ def test_arguments_that_do_not_fit(change: dict, message: str):
 
 
 def check(case: Case, device: str = "cpu") -> None:
-    """Output and log-sum-exp against the definition, gradients against those of the reference in float64."""
+    """Output and log-sum-exp against the definition, of all keys at once and of shares; gradients against the reference's in float64."""
+    from dsv4.kernels import _decode_attention_triton as device_code
+
     torch.manual_seed(0)
     given = case.arguments(device)
     limit = LIMIT[case.dtype]
@@ -178,8 +181,14 @@ def check(case: Case, device: str = "cpu") -> None:
     exact = given | {k: given[k].detach().double().requires_grad_() for k in leaves}
     out, lse = decode_attention(**fused, backend="triton")
     expected, expected_lse = definition(**{k: v.cpu() if isinstance(v, Tensor) else v for k, v in given.items()})
-    assert_close(out.cpu(), expected, limit, "output")
-    assert_close(lse.cpu(), expected_lse, limit, "log-sum-exp")
+    results = [("op", (out, lse))]
+    for splits in (1, 3):
+        launch, _ = device_code.choose(out.shape[0] * out.shape[1], case.heads, case.slots, out.device)
+        with patch.object(device_code, "choose", lambda *_, given=(launch, splits): given):
+            results.append((f"{splits} shares", device_code.forward(*given.values())))
+    for name, found in results:
+        assert_close(found[0].cpu(), expected, limit, f"{name}, output")
+        assert_close(found[1].cpu(), expected_lse, limit, f"{name}, log-sum-exp")
     weight = torch.linspace(-1, 1, out.numel(), device=device).view(out.shape)
     results = [
         torch.autograd.grad((x * weight).sum(), [a[k] for k in leaves])
@@ -195,18 +204,39 @@ def test_numbers(interpreted, name: str):
 
 
 def check_shares() -> None:
-    """However many programs share the keys: one, few, more than there are tiles of keys; twice the same, to the last bit."""
+    """However many programs share the keys: one, few, more than there are tiles; twice the same, to the last bit."""
     from dsv4.kernels import _decode_attention_triton as device_code
 
-    for name in ("selected", "dense", "few queries", "empty row"):
+    for name in ("dense", "few queries", "empty row"):
         given = CASES[name].arguments()
         expected = definition(**given)
-        for count in (1, 7, 12, 100, 1000):
-            with patch.object(device_code, "processors", lambda device, count=count: count):
+        for splits in (2, 17):
+            with patch.object(device_code, "choose", lambda *_, n=splits: (device_code.NARROW["interpreter"][0], n)):
                 first, again = (fused_decode_attention(*given.values()) for _ in range(2))
             for found, same, value in zip(first, again, expected, strict=True):
-                assert_close(found, value, "float32 op", f"{name}, {count} processors")
+                assert_close(found, value, "float32 op", f"{name}, {splits} shares")
                 assert torch.equal(found, same)
+
+
+def check_choices() -> None:
+    """On a device of 132 processors: tokens, heads, keys -> keys of a tile, shares."""
+    from dsv4.kernels import _decode_attention_triton as device_code
+
+    expected = {
+        (1, 64, 640): (32, 20),
+        (1, 64, 128): (32, 1),
+        (1, 128, 1152): (32, 36),
+        (32, 64, 640): (64, 4),
+        (128, 64, 640): (64, 1),
+        (148, 64, 640): (64, 2),
+        (512, 64, 640): (64, 1),
+        (1, 16, 640): (32, 20),
+        (4, 64, 1 << 16): (64, 32),
+    }
+    with patch.multiple(device_code, architecture=lambda _: "sm_90", processors=lambda _: 132):
+        for sizes, (keys, splits) in expected.items():
+            launch, found = device_code.choose.__wrapped__(*sizes, torch.device("cuda"))
+            assert (launch.keys, found) == (keys, splits), sizes
 
 
 def check_blind() -> None:
@@ -264,12 +294,12 @@ def check_strides() -> None:
 def check_as_prefill() -> None:
     """The op of the dynamic path hands few queries to this kernel: the same numbers, gradients too."""
     torch.manual_seed(0)
-    b, s, earlier, entries = 1, 2, 5, 40
-    places = torch.arange(30 - earlier, 30 + s).expand(b, -1)
+    b, s, earlier, entries = 1, 2, 5, 160
+    places = torch.arange(300 - earlier, 300 + s).expand(b, -1)
     reach = Reach(6, places[:, earlier:], places, 0, 2)
     floats = [torch.randn(b, s, 3, 16), torch.randn(b, earlier + s, 16), torch.randn(b, entries, 16), torch.randn(3)]
     floats = [x.requires_grad_() for x in floats]
-    selection = torch.rand(b, s, entries).argsort(-1)[..., :12]
+    selection = torch.rand(b, s, entries).argsort(-1)[..., :150]
     from dsv4.kernels import _decode_attention_triton as device_code
 
     with patch.object(device_code, "forward", wraps=device_code.forward) as called:
@@ -336,7 +366,7 @@ def check_far_addresses() -> None:
 @pytest.mark.parametrize(
     "checked",
     [
-        *(check_shares, check_blind, check_sinks, check_ties, check_strides, check_as_prefill),
+        *(check_shares, check_choices, check_blind, check_sinks, check_ties, check_strides, check_as_prefill),
         *(check_launch_reads_no_value, check_op),
         pytest.param(check_far_addresses, marks=pytest.mark.slow),
     ],

@@ -15,7 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dsv4 import Dsv4, Dsv4Config
 from dsv4.experts import Experts
 from dsv4.kernels import grouped_experts as op
+from dsv4.kernels import routing
 from dsv4.kernels.backend import available
+from dsv4.kernels.fp8_activations import as_quantized
 from dsv4.kernels.quantize import (
     dequantize_fp4,
     dequantize_fp8,
@@ -71,16 +73,16 @@ def fused(x, indices, weights, bank: op.Stored, limit=LIMIT, valid=None) -> Tens
     return op.fused_experts(x, indices, weights, valid, *tensors, limit)
 
 
-def exact(x, indices, weights, bank: op.Stored, limit=LIMIT) -> Tensor:
-    """The equations in float64, one slot at a time."""
+def exact(x, indices, weights, bank: op.Stored, limit=LIMIT, rounded=lambda rows: rows) -> Tensor:
+    """The equations in float64, one slot at a time; `rounded`: what becomes of the rows that matrices multiply."""
     bank = decoded(bank)
     rows = []
-    for token, slots, row_weights in zip(x.double(), indices.tolist(), weights.double(), strict=True):
+    for token, slots, row_weights in zip(rounded(x.double()), indices.tolist(), weights.double(), strict=True):
         total = torch.zeros_like(token)
         for e, weight in zip(slots, row_weights, strict=True):
             gate, up = (bank.first[e] @ token).chunk(2)
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-            total = total + weight * (bank.second[e] @ (gate * torch.sigmoid(gate) * up))
+            total = total + weight * (bank.second[e] @ rounded(gate * torch.sigmoid(gate) * up))
         rows.append(total)
     return torch.stack(rows)
 
@@ -248,20 +250,126 @@ def test_tokens_that_are_not_valid_cost_nothing_and_get_zeros(run):
         assert grad[~valid].eq(0).all()
 
 
-@pytest.mark.parametrize("form", ["dense", pytest.param("fp4", marks=pytest.mark.slow)])
-def test_gradients(run, form):
-    bank = make_bank(form, 3, 32, 32)
-    x, indices, weights = problem(6, 2, 3, 32)
-    cotangent = torch.randn(6, 32)
+def compare_gradients(run, x, indices, weights, bank: op.Stored, dtype=torch.float32, limit=None):
+    """Of activations and routing weights, and of a dense bank's weights, against the equations in float64."""
+    cotangent = torch.randn(x.shape)
     out, *found = run(with_gradients, x, indices, weights, bank, cotangent)
     whole = decoded(bank)
     leaves = [t.double().requires_grad_() for t in (x, weights, whole.first, whole.second)]
-    whole = op.Stored(leaves[2], None, leaves[3], None)
-    expected = op.grouped_experts(leaves[0], indices, leaves[1], whole, LIMIT)
-    assert_close(out, expected, "float32 op")
-    assert len(found) == (4 if form == "dense" else 2)
-    for grad, other in zip(found, torch.autograd.grad(expected, leaves[: len(found)], cotangent.double()), strict=True):
-        assert_close(grad, other, "float32 op gradient")
+    expected = exact(leaves[0], indices, leaves[1], op.Stored(leaves[2], None, leaves[3], None))
+    assert_close(out, expected, limit or "float32 op")
+    assert len(found) == (4 if bank.form == "dense" else 2)
+    wanted = torch.autograd.grad(expected, leaves[: len(found)], cotangent.double())
+    for name, grad, other in zip(("x", "weights", "gate_up", "down"), found, wanted, strict=False):
+        assert_close(grad, other, limit or "float32 op gradient", name)
+
+
+@pytest.mark.parametrize("form", ["dense", "fp8", "fp4"])
+def test_gradients(run, form):
+    compare_gradients(run, *problem(7, 3, 5, 96), make_bank(form, 5, 96, 160))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("size", [*SIZES, *MORE_SIZES])
+def test_gradients_at_more_sizes(run, form, size):
+    tokens, slots, experts, hidden, inner = (SIZES | MORE_SIZES)[size]
+    compare_gradients(run, *problem(tokens, slots, experts, hidden), make_bank(form, experts, hidden, inner))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_in_bfloat16(run, form):
+    """Each number on the way was truncated."""
+    bank = make_bank(form, 4, 96, 64, torch.bfloat16)
+    compare_gradients(run, *problem(9, 2, 4, 96, torch.bfloat16), bank, torch.bfloat16, "truncated gradient")
+
+
+@pytest.mark.parametrize(
+    ("form", "hidden", "inner"),
+    [
+        ("fp8", 136, 72),
+        *(pytest.param(*p, marks=pytest.mark.slow) for p in [("fp8", 200, 264), ("dense", 37, 19), ("fp8 float32", 200, 130)]),
+    ],
+)
+def test_gradients_of_ragged_blocks_and_odd_widths(run, form, hidden, inner):
+    compare_gradients(run, *problem(5, 2, 2, hidden), make_bank(form, 2, hidden, inner))
+
+
+def test_gradients_of_duplicates_and_empty_groups(run):
+    bank = make_bank("fp4", 6, 32, 32)
+    x, indices, weights = problem(18, 3, 6, 32)
+    for indices in (torch.full((18, 3), 4), torch.tensor([[0, 0, 5]]).expand(18, 3)):
+        compare_gradients(run, x, indices, weights, bank)
+
+
+@pytest.mark.parametrize("form", ["fp8", "fp4"])
+def test_gradients_under_the_extreme_scales(run, form):
+    """Gate and up of one expert under 2^-127, of the other under 2^127; the low nibble is the even column here too."""
+    bank = make_bank(form, 2, 128, 128)
+    first = bank.first.view(torch.uint8).clone()
+    # Small codes alone, -0 among them, where twice of them would leave float32.
+    first[1] = first[1] & (0x9F if form == "fp8" else 0x99)
+    first[1, 0, 0] = 0x80
+    scale = torch.empty_like(bank.first_scale.view(torch.uint8))
+    scale[0], scale[1] = 0, 254
+    bank = op.Stored(first.view(bank.first.dtype), scale.view(E8M0), bank.second, bank.second_scale)
+    x, indices, weights = problem(3, 1, 2, 128)
+    for expert, power, weight in ((0, 120, 2.0**90), (1, -127, 2.0**-100)):
+        compare_gradients(run, x * 2.0**power, torch.full_like(indices, expert), weights * weight, bank)
+
+
+def test_the_gradient_is_the_same_each_time(run):
+    bank, (x, indices, weights) = make_bank("fp8", 3, 64, 160), problem(20, 2, 3, 64)
+    one, other = (run(with_gradients, x, indices, weights, bank, torch.ones(20, 64)) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def second_derivative(x, indices, weights, bank: op.Stored, cotangent) -> Tensor:
+    x.requires_grad_()
+    (first,) = torch.autograd.grad(fused(x, indices, weights, bank), x, cotangent, create_graph=True)
+    return torch.autograd.grad(first.square().sum(), x)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["dense", "fp8"])
+def test_the_gradient_has_a_gradient(run, form):
+    bank, (x, indices, weights) = make_bank(form, 3, 32, 32), problem(6, 2, 3, 32)
+    cotangent = torch.randn(6, 32)
+    found = run(second_derivative, x, indices, weights, bank, cotangent)
+    wide = x.double().requires_grad_()
+    (first,) = torch.autograd.grad(exact(wide, indices, weights, bank), wide, cotangent.double(), create_graph=True)
+    assert_close(found, torch.autograd.grad(first.square().sum(), wide)[0], "float32 op gradient")
+
+
+def over_codes(x, indices, weights, bank: op.Stored) -> list[Tensor]:
+    x.requires_grad_()
+    out = op.grouped_experts(x, indices, weights, bank, LIMIT, "triton", numerics="deployed")
+    return [out.detach(), torch.autograd.grad(out.sum(), x)[0]]
+
+
+@pytest.mark.parametrize("size", ["one", pytest.param("no tile is full", marks=pytest.mark.slow), "ragged"])
+def test_codes_times_codes(run, size):
+    """numerics="deployed" against the same quantisation in float64; its gradient takes the rounding for the identity."""
+    tokens, slots, experts, hidden, inner = (SIZES | {"ragged": (5, 2, 2, 136, 72)})[size]
+    bank = make_bank("fp8", experts, hidden, inner)
+    x, indices, weights = problem(tokens, slots, experts, hidden)
+    out, grad = run(over_codes, x, indices, weights, bank)
+    # Neurons that lie between two codes may take either.
+    assert_close(out, exact(x, indices, weights, bank, rounded=as_quantized), "codes")
+    plain = run(fused, x, indices, weights, bank)
+    assert relative_error(plain, out) > 1e-3
+    assert_close(op.grouped_experts(x, indices, weights, bank, LIMIT, numerics="deployed"), out, "codes")
+    wide = x.double().requires_grad_()
+    expected = torch.autograd.grad(exact(wide, indices, weights, bank).sum(), wide)[0]
+    assert_close(grad, expected, "float32 op gradient")
+
+
+def test_deployed_numerics_are_a_choice_for_fp8(run):
+    bank, (x, indices, weights) = make_bank("fp4", 2, 32, 32), problem(2, 1, 2, 32)
+    for backend in ("torch", "triton"):
+        with pytest.raises(ValueError, match=r"numerics=.deployed. is for fp8 experts, and these are fp4"):
+            run(op.grouped_experts, x, indices, weights, bank, LIMIT, backend, None, "deployed")
 
 
 @pytest.mark.slow
@@ -311,8 +419,8 @@ def test_tiles_cover_every_group_once(rows, seed):
     generator = torch.Generator().manual_seed(seed)
     experts = int(torch.randint(1, 9, (), generator=generator))
     indices = torch.randint(0, experts, (7 * seed, 2), generator=generator) // (1 + seed % 2)
-    _, ends = op.sort_by_expert(indices, experts)
-    found = list(zip(*(t.tolist() for t in op.tiles_of(ends, rows, indices.numel())), strict=True))
+    _, ends = routing.sort_by_expert(indices, experts)
+    found = list(zip(*(t.tolist() for t in routing.tiles_of(ends, rows, indices.numel())), strict=True))
     expected = [
         (e, row)
         for e, (first, last) in enumerate(zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True))
@@ -333,15 +441,15 @@ def routed(indices: Tensor, valid: Tensor | None, experts: int, rows: int) -> li
 def test_the_routing_kernel_is_the_sort(run, tokens, slots, experts, is_padded):
     indices = torch.randint(0, experts, (tokens, slots))
     valid = torch.rand(tokens) < 0.6 if is_padded else None
-    order, ends = op.sort_by_expert(indices, experts, valid)
-    expected = [order.int(), *op.tiles_of(ends, 16, indices.numel()), ends]
+    order, ends = routing.sort_by_expert(indices, experts, valid)
+    expected = [order.int(), *routing.tiles_of(ends, 16, indices.numel()), ends]
     for one, other in zip(run(routed, indices, valid, experts, 16), expected, strict=True):
         assert torch.equal(one, other)
 
 
 def test_the_bound_on_tiles_is_reached():
     ends = torch.tensor([1, 2, 3, 3 + 9])
-    expert, _ = op.tiles_of(ends, 8, 12)
+    expert, _ = routing.tiles_of(ends, 8, 12)
     assert expert.tolist() == [0, 1, 2, 3, 3][: len(expert)]
     assert len(expert) == 5
 
@@ -350,8 +458,8 @@ def test_routing_reads_nothing_back():
     """Fake tensors have no data: what asks for some raises."""
     with FakeTensorMode():
         valid = torch.ones(5, dtype=torch.bool)
-        order, ends = op.sort_by_expert(torch.zeros(5, 2, dtype=torch.int64), 4, valid)
-        expert, first = op.tiles_of(ends, 16, 10)
+        order, ends = routing.sort_by_expert(torch.zeros(5, 2, dtype=torch.int64), 4, valid)
+        expert, first = routing.tiles_of(ends, 16, 10)
     assert (order.shape, ends.shape, expert.shape, first.shape) == ((10,), (4,), (4,), (4,))
 
 
@@ -446,24 +554,33 @@ def needs(arch: str, form: str, rows: int) -> list:
         "order": "*i32",
         "weights": "*fp32",
         "limit": "fp32",
-        "codes": {"dense": "*bf16", "fp8": "*fp8e4nv", "fp4": "*u8"}[form],
+        "codes": {"dense": "*bf16", "fp4": "*u8"}.get(form, "*fp8e4nv"),
         "scales": "*bf16" if form == "dense" else "*u8",
+        "x_scales": "*fp32" if form == "fp8 x fp8" else "*bf16",
     }
+    if form == "fp8 x fp8":
+        types |= dict.fromkeys(("x", "neurons", "codes"), "*fp8e4nv")
     # K / 32 scales in a row are a multiple of 16 at the models' widths.
     aligned = ("N", "K", *(("SCALES_WIDE",) if form == "fp4" else ()))
     shared = {"FORM": form, "ROWS": rows, "WIDEN": False}
-    kernels = (device_code.expert_gate_up, device_code.expert_down)
-    tiles = device_code.LAUNCH[arch, form, rows]
-    return [
-        resources(
-            kernel,
-            types,
-            shared | device_code.launch_options(tile, tile.depth),
-            DEVICES[arch][0],
-            aligned,
-        )
-        for kernel, tile in zip(kernels, tiles, strict=True)
-    ]
+
+    def need(kernel, tile, **changes):
+        options = shared | device_code.launch_options(tile, tile.depth) | changes
+        return resources(kernel, types | {"neurons": outputs[kernel]}, options, DEVICES[arch][0], aligned)
+
+    outputs = {device_code.expert_gate_up: "*bf16", device_code.expert_down: types["neurons"]}
+    first, second = device_code.LAUNCH[arch, form, rows]
+    found = [need(device_code.expert_gate_up, first, APART=False), need(device_code.expert_down, second)]
+    if form == "fp8 x fp8":
+        return found
+    found.append(need(device_code.expert_gate_up, first, APART=True))
+    from dsv4.kernels import _grouped_experts_gradient_triton as gradient
+
+    types |= dict.fromkeys(("v", "gate_up", "d_gate_up"), "*bf16") | {"d_weights": "*fp32", "n": "i32"}
+    outputs |= dict.fromkeys((gradient.through_down, gradient.through_gate_up), "*bf16")
+    down, up = gradient.LAUNCH[arch, form, rows]
+    kept = [need(gradient.through_down, down, KEEP=form == "dense"), need(gradient.through_gate_up, up)]
+    return found + kept
 
 
 def check_routing(capability: int) -> None:
@@ -505,10 +622,12 @@ def test_compiled_for_a_hopper():
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", DEVICES)
 def test_every_entry_compiled(arch):
+    from dsv4.kernels import _grouped_experts_gradient_triton as gradient
     from dsv4.kernels import _grouped_experts_triton as device_code
 
     chosen = [entry for entry in device_code.LAUNCH if entry[0] == arch]
-    assert {form for _, form, _ in chosen} >= {"dense", "fp4"}
+    assert {form for _, form, _ in chosen} >= ({"dense", "fp4"} if arch == "sm_80" else {"dense", "fp8", "fp8 x fp8", "fp4"})
+    assert {entry for entry in chosen if entry[1] != "fp8 x fp8"} == {entry for entry in gradient.LAUNCH if entry[0] == arch}
     for entry in chosen:
         check_needs(*entry)
     check_routing(DEVICES[arch][0])

@@ -280,3 +280,21 @@ def test_tables_live_where_the_codes_are():
         unpacked = quantize.dequantize_fp4(packed, fp4_scale)
     assert torch.equal(decoded.double(), fp8_values(codes, fp8_scale).bfloat16().double())
     assert not unpacked.any()
+
+
+@pytest.mark.parametrize("form", ["fp8", "fp4"])
+@pytest.mark.parametrize("inference", [False, True])
+def test_decoding_in_threads_is_decoding(form, inference):
+    """A matrix large enough to be cut in two, inside a block too; and the number of threads is what it was."""
+    threads = torch.get_num_threads()
+    weight = torch.randn(1057, 2048)
+    stored = quantize.quantize_fp8(weight) if form == "fp8" else quantize.quantize_fp4(weight)
+    decode = quantize.dequantize_fp8 if form == "fp8" else quantize.dequantize_fp4
+    expected = decode(*stored)
+    torch.set_num_threads(2)
+    try:
+        with torch.inference_mode(inference):
+            assert torch.equal(decode(*stored), expected)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import dsv4.kernels.banded_attention as banded
 import dsv4.kernels.sparse_attention as op
 from dsv4.kernels.sparse_attention import (
     Reach,
@@ -18,6 +19,11 @@ from dsv4.kernels.sparse_attention import (
     visible_tokens,
 )
 from dsv4.testing import assert_close
+
+
+@pytest.fixture(autouse=True, params=[10**6, 5], ids=["weights kept", "weights computed again"])
+def recomputed(request, monkeypatch):
+    monkeypatch.setattr(banded, "RECOMPUTED", request.param)
 
 
 def rows_of(window: int, s: int, past: list[int], start: list[int], count: list[int]):
@@ -122,7 +128,7 @@ def test_random_shapes(seed: int):
 @pytest.mark.parametrize(("entries", "kept"), [(0, None), (30, None), (30, 2)])
 def test_chunks_of_queries_change_nothing(monkeypatch, chunk: int, entries: int, kept: int | None):
     arguments = problem(random.Random(3), 190, 20, entries, kept)
-    monkeypatch.setattr(op, "CHUNK", chunk)
+    monkeypatch.setattr(banded, "CHUNK", chunk)
     compare(arguments)
 
 
@@ -131,7 +137,7 @@ def test_gathering_and_masking_agree(monkeypatch, ratio: int):
     """Whichever way the number of entries would pick."""
     for kept in (1, 7, 30):
         arguments = problem(random.Random(kept), 40, 8, 30, kept)
-        monkeypatch.setattr(op, "GATHER_RATIO", ratio)
+        monkeypatch.setattr(banded, "GATHER_RATIO", ratio)
         compare(arguments)
 
 

@@ -6,9 +6,11 @@ import itertools
 import subprocess
 import sys
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4 import Dsv4, Dsv4Config
@@ -16,6 +18,7 @@ from dsv4.config import CSA, HASH_MOE, HCA, MOE, SLIDING
 from dsv4.kernels.backend import available
 from dsv4.kernels.sparse_attention import (
     fused_sparse_attention,
+    refusal,
     sparse_attention,
     sparse_attention_reference,
     visible_entries,
@@ -44,6 +47,8 @@ CASES = {
     "one entry, dense": AttentionCase(rows=((1, 0, 4),), columns=4, window=1, entries=1, rate=3),
     "many entries, few columns": AttentionCase(rows=((400, 0, 1),), columns=1, window=1, entries=200, rate=2, heads=1),
     "small": AttentionCase(rows=((0, 0, 2), (9, 1, 1)), columns=2, window=3, entries=5, kept=3, rate=2, heads=2),
+    "few heads, dense": AttentionCase(rows=((40, 0, 9), (0, 3, 6), (5, 9, 0)), columns=9, window=7, entries=25, rate=2, heads=2),
+    "8 heads": AttentionCase(rows=((3, 0, 5),), columns=5, window=4, heads=8, width=12),
     "17 heads": AttentionCase(rows=((0, 0, 2),), columns=2, window=2, entries=2, kept=2, heads=17, width=1),
     "130 heads": AttentionCase(rows=((99, 0, 1),), columns=1, window=70, heads=130, width=32),
     "width 512": AttentionCase(rows=((150, 0, 1),), columns=1, window=9, entries=70, kept=50, heads=64, width=512),
@@ -123,17 +128,26 @@ def check(case: AttentionCase, seed: int = 0, device: str = "cpu", **changed) ->
     assert_close(out, expected, LIMIT[case.dtype], "output")
     for name, grad, expected_grad in zip(leaves, grads, expected_grads, strict=True):
         assert_close(grad, expected_grad, f"{LIMIT[case.dtype]} gradient", f"gradient of {name}")
-    reach = arguments["reach"]
-    assert_close(
-        fused_sparse_attention(
-            *(arguments[k] for k in (*FLOATS, "selection")),
-            *(reach.query_positions, reach.token_positions, reach.window, reach.gap, reach.rate),
-            arguments["scale"],
-        )[1],
-        exact_lse(**exact),
-        LIMIT[case.dtype],
-        "log-sum-exp",
-    )
+    for name, results in ways(**arguments).items():
+        for found, value in zip(results, (expected, exact_lse(**exact)), strict=True):
+            assert_close(found, value, LIMIT[case.dtype], name)
+
+
+def ways(queries, tokens, entries, sinks, reach, selection, scale) -> dict[str, tuple[Tensor, Tensor]]:
+    """Output and log-sum-exp from each of the kernels that can take these arguments, whichever the op chooses."""
+    from dsv4.kernels import _decode_attention_triton as split
+    from dsv4.kernels import _packed_attention_triton as packed
+    from dsv4.kernels import _sparse_attention_triton as single
+
+    given = queries, tokens, entries, sinks, selection, reach.query_positions, reach.token_positions, reach.window
+    found = {
+        "op": fused_sparse_attention(*given, reach.gap, reach.rate, scale),
+        "single": single.forward(*given, reach.gap, reach.rate, scale),
+        "split": split.forward(*given, reach.rate, scale),
+    }
+    if packed.suits(queries, selection):
+        found["packed"] = packed.forward(*given, reach.gap, reach.rate, scale)
+    return found
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -176,17 +190,20 @@ def check_strides() -> None:
 
 def check_far_addresses() -> None:
     """Rows that begin 2^31 elements from the first (pages that nobody touched take no memory)."""
-    case = AttentionCase(rows=((9, 0, 1),), columns=1, window=2, entries=3, kept=3, dtype=torch.float16)
+    case = AttentionCase(rows=((9, 0, 2),), columns=2, window=2, entries=3, kept=3, dtype=torch.float16)
     arguments = case.arguments()
     step = 1 << 30
     entries = torch.zeros(2 * step + case.width, dtype=torch.float16)
     entries = entries.as_strided((1, 3, case.width), (0, step, 1))
     entries.copy_(arguments["entries"])
-    selection = torch.tensor([[[2, 0, -1]]])
+    selection = torch.tensor([[[2, 0, -1], [0, -1, 2]]])
     for chosen in (selection, None):
         given = arguments | {"selection": chosen}
-        out = sparse_attention(**given | {"entries": entries}, backend="triton")
-        assert torch.equal(out, sparse_attention(**given, backend="triton"))
+        near, far = ways(**given), ways(**given | {"entries": entries})
+        assert ("packed" in far) == (chosen is None)
+        for name, results in far.items():
+            for found, expected in zip(results, near[name], strict=True):
+                assert torch.equal(found, expected), name
 
 
 def check_order_of_sums() -> None:
@@ -248,8 +265,9 @@ def check_model() -> None:
             first = model(ids[:, :9], kv_cache=cache, attention_mask=mask[:, :9])
             results.append((whole, first, model(ids[:, 9:], kv_cache=cache)))
         assert calls.count == (0 if model is plain else 9)
-    for got, expected in zip(results[1], results[0], strict=True):
-        assert_close(got, expected, "watched", "logits")
+    # At padding nothing is promised.
+    for got, expected, real in zip(results[1], results[0], (mask, mask[:, :9], torch.ones(2, 4)), strict=True):
+        assert_close(got[real.bool()], expected[real.bool()], "watched", "logits")
 
     # Listening moves that block, and no other, to the spelled-out way.
     name = "layers.1.self_attn.attention_probabilities"
@@ -291,6 +309,13 @@ def check_refusals() -> None:
     assert {x.self_attn.backend for x in Dsv4.from_config(TINY).layers} == {"torch"}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float8_e4m3fn])
+def test_dtypes_of_a_cuda_device(dtype: torch.dtype):
+    with patch("dsv4.kernels.sparse_attention.available", lambda backend, device: None):
+        assert f"got {dtype}" in refusal("triton", torch.device("cuda"), dtype, 512)
+        assert refusal("triton", torch.device("cuda"), torch.bfloat16, 512) is None
+
+
 def test_refusals(interpreted):
     interpreted(check_refusals)
 
@@ -306,6 +331,7 @@ def test_kernels_are_not_imported_before_they_are_asked_for():
 # Bytes of shared memory that one program may take.
 SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
 CAPABILITY = {"sm_80": 80, "sm_90": 90, "sm_100": 100}
+PACKED_CI = {("sm_90", 16, 512)}
 CI = {
     ("forward", "sm_90", 64, 512, True),
     ("forward", "sm_90", 16, 512, False),
@@ -322,8 +348,7 @@ COMPILED = [
         (True, False),
     )
     # The tiles of the launch tables.
-    if case[2] in ((16, 32) if case[1] == "sm_80" else (16, 64))
-    if case[0] == "forward" or case[1] != "sm_80"
+    if case[2] in (((16, 32) if case[0] == "forward" else (16,)) if case[1] == "sm_80" else (16, 64))
 ]
 
 
@@ -342,7 +367,11 @@ def test_compiled(direction: str, arch: str, heads: int, width: int, is_selected
     if not is_forward:
         options |= {"OF_KEYS": direction == "of keys"}
     found = resources(kernel, types_of(kernel), options, CAPABILITY[arch], aligned=INTEGERS)
-    assert found.stack == 0
+    if (direction, arch, width) == ("of keys", "sm_80", 512) and newer_triton():
+        # Triton 3.9 keeps the queries in registers twice, once transposed.
+        assert found.stack <= 256
+    else:
+        assert found.stack == 0
     assert found.shared <= SHARED[arch]
     assert found.tensor_memory <= 512
     assert found.instructions["cp.async.c"] > 0
@@ -353,6 +382,38 @@ def test_compiled(direction: str, arch: str, heads: int, width: int, is_selected
         assert found.instructions["wgmma.mma_async"] >= 2 * (width // 16)
     elif arch == "sm_90":
         assert found.instructions["wgmma.mma_async"] == issued(direction, launch.keys, width)
+    else:
+        assert found.instructions["tcgen05.mma"] > 0
+
+
+def newer_triton() -> bool:
+    import triton
+
+    return tuple(map(int, triton.__version__.split(".")[:2])) > (3, 7)
+
+
+@pytest.mark.parametrize(
+    ("arch", "heads", "width"),
+    [
+        pytest.param(*case, marks=[] if case in PACKED_CI else pytest.mark.slow, id=" ".join(map(str, case)))
+        for case in itertools.product(("sm_80", "sm_90", "sm_100"), (8, 16), (16, 64, 128, 256, 512))
+    ],
+)
+def test_packed_compiled(arch: str, heads: int, width: int):
+    """Few heads, of several tokens, in the rows of one program: wgmma, the scores issued once."""
+    from dsv4.kernels import _packed_attention_triton as device_code
+
+    launch, kernel = device_code.PACKED[arch], device_code.packed_kernel
+    options = device_code.packed_options(launch, width, heads)
+    found = resources(kernel, types_of(kernel), options, CAPABILITY[arch], aligned=INTEGERS)
+    assert found.stack == 0
+    assert found.shared <= SHARED[arch]
+    assert found.tensor_memory <= 512
+    assert found.instructions["cp.async.c"] > 0
+    if arch == "sm_80":
+        assert found.instructions["mma.sync"] > 0
+    elif arch == "sm_90":
+        assert found.instructions["wgmma.mma_async"] == issued("forward", launch.keys, width)
     else:
         assert found.instructions["tcgen05.mma"] > 0
 

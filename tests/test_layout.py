@@ -44,13 +44,15 @@ GROUPS = {
     "text": {"text", "chat"},
     "model": {
         *("model", "initialize", "kv_cache", "tape", "generate", "sampling", "loading"),
+        *("placement", "scale", "placed", "offload", "shelves", "hot"),
         *("collectives", "parallel_plan", "sharded", "mesh_stage", "pipeline", "parallel"),
         "pretrained",
     },
     "programs": {
         *("cli", "commands", "demo", "findings", "picture", "__main__", "testing"),
         *("view", "page", "page_template", "cells"),
-        *("testing_checkpoints", "testing_feeding", "testing_kernels", "testing_probes"),
+        *("testing_checkpoints", "testing_feeding", "testing_kernels", "testing_parallel", "testing_probes"),
+        *("testing_devices", "testing_large", "testing_uses"),
     },
     "public": {"__init__"},
 }

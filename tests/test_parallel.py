@@ -2,7 +2,11 @@
 
 import functools
 import os
+import random
+import re
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dsv4 import Dsv4, Dsv4Config
 from dsv4.config import CSA, HASH_MOE, HCA, MOE, SLIDING
+from dsv4.convert.layout import layout
 from dsv4.parallel import parallelize
 from dsv4.parallel_plan import CUTS, PARTS, PLAN
-from dsv4.testing import assert_close, assert_gradients_close
+from dsv4.pretrained import keep_stored
+from dsv4.testing import agree, assert_close, assert_gradients_close, random_config
 from dsv4.testing_checkpoints import Recipe, make_checkpoint
 from dsv4.testing_parallel import Group, run_group
 from dsv4.testing_probes import changed, leaf, padded_batch, writable
@@ -33,6 +39,7 @@ MESHES = {
     "ep2tp2": ((2, 2), ("ep", "tp")),
 }
 SPREAD = "spread"
+RANDOM_MODELS = 8
 # In a process of a group: the mesh of the check that runs.
 USED: list[str] = []
 
@@ -217,10 +224,13 @@ def check_gradients_of_values():
     """Of every value in the graph, whole on every rank."""
     here = case()
     names = [n for n, point in here.whole.hook_dict.items() if point.dtype != "i"]
-    if here.has_stages:
-        expect(ValueError, 'without "pp"', lambda: here.spread.run_with_cache(here.ids, names, detach=False))
-        expect(ValueError, 'without "pp"', lambda: here.spread.add_hook(names[5], lambda g, hook: None, dir="bwd"))
-        names = [n for n in names if here.whole.hook_dict[n].layer is None]
+    # All at once, and a few at a time: the exchanges of a gradient are then others.
+    for some in (names, names[7:9], names[60:61], [names[20], names[90]]):
+        gradients_agree(some)
+
+
+def gradients_agree(names):
+    here = case()
 
     def run(model):
         out, cache = model.run_with_cache(here.ids, names, attention_mask=here.mask, max_bytes=None, detach=False)
@@ -234,8 +244,6 @@ def check_gradients_of_values():
 
 def check_gradient_hooks():
     here = case()
-    if here.has_stages:
-        return
     seen = {}
 
     def run(model):
@@ -253,6 +261,28 @@ def check_gradient_hooks():
     compare(run)
     for name, (expected, actual) in seen.items():
         assert_close(actual, expected, "spread gradient", name)
+
+
+def check_gradients_through_hooks():
+    """Of a vector that hooks add, on every rank; nothing else requires one, and everything does."""
+    here = case()
+    names = [f"layers.{i}.{name}" for i in range(4) for name in ("layer_mid", "self_attn.attention_head_outputs", "mlp.mlp_neurons")]
+
+    def run(model):
+        sizes = {"layer_mid": 32, "attention_head_outputs": 16, "mlp_neurons": 16}
+        vectors = {n: torch.linspace(0.0, 1.0, sizes[leaf(n)]).requires_grad_() for n in names}
+        hooks = [(n, lambda value, hook: value + vectors[hook.name]) for n in names]
+        model.run_with_hooks(here.ids, hooks, attention_mask=here.mask).logsumexp(-1)[here.real].square().sum().backward()
+        return {n: v.grad for n, v in vectors.items()}
+
+    for requires in (True, False):
+        for model in (here.whole, here.spread):
+            model.requires_grad_(requires)
+        expected, actual = both(run)
+        assert_gradients_close(actual, expected, "spread gradient")
+    for model in (here.whole, here.spread):
+        model.requires_grad_(True)
+        model.zero_grad(set_to_none=True)
 
 
 @torch.no_grad()
@@ -329,21 +359,51 @@ def check_generate():
 
 
 @torch.no_grad()
+def check_random_models():
+    """Other sizes, kinds of block, rotary tables and constants; a whole run, a watched one, and one fed token by token."""
+    draw = random.Random(0)
+    for seed in range(RANDOM_MODELS):
+        heads = draw.choice((4, 8))
+        sizes = {"num_attention_heads": heads, "o_groups": draw.choice((4, heads)), "n_routed_experts": draw.choice((4, 8, 16))}
+        sizes |= {"index_n_heads": draw.choice((8, 12, 16)), "moe_intermediate_size": draw.choice((8, 16, 20)), "num_experts_per_tok": 3}
+        kinds = {"layer_types": draw.sample((SLIDING, CSA, HCA), 3), "mlp_layer_types": draw.choices((HASH_MOE, MOE), k=3)}
+        drawn = random_config(draw, **sizes, **kinds, vocab_size=64, num_hidden_layers=3)
+        whole = Dsv4.from_config(drawn, seed=seed)
+        spread = parallelize(Dsv4.from_config(drawn, seed=seed), case().mesh)
+        ids, mask = padded_batch(64, draw.choice((3, 17, 40)), 2)
+        real = mask.bool()
+        (expected, wanted), (actual, found) = (m.run_with_cache(ids, "**", attention_mask=mask, max_bytes=None) for m in (whole, spread))
+        plain = spread(ids, attention_mask=mask)
+        kv = spread.new_kv_cache(1, 64)
+        fed = torch.cat([spread(ids[:1, i : i + 1], kv_cache=kv) for i in range(ids.shape[1])], dim=1)
+        agreement = agree(wanted, {name: value for name, value in found.items() if leaf(name) in ("expert_indices", "indexer_selection")})
+        if agreement.ties:
+            continue
+        for run in (actual, plain):
+            assert_close(run[real], expected[real], SPREAD, f"model {seed}")
+        assert_close(fed[0], expected[0], "row alone", f"model {seed}")
+        for name, value in wanted.items():
+            assert_close(found[name].double(), value.double(), SPREAD, f"model {seed} {name}")
+
+
+@torch.no_grad()
 def check_first_rank_decides():
-    """A hook that is not the same on every rank: what rank 0 made of the value is what all go on with."""
+    """A hook that is not the same on every rank: what the first rank (of a stage's block the first of the stage) made of the value is
+    what all go on with.
+    """
     model = case().spread
 
     def noise(value, hook):
         return value + torch.randn(value.shape, generator=torch.Generator().manual_seed(dist.get_rank()))
 
     def noise_of_first(value, hook):
-        return value + torch.randn(value.shape, generator=torch.Generator().manual_seed(0))
+        return value + torch.randn(value.shape, generator=torch.Generator().manual_seed(hook.home))
 
     def not_on_first(value, hook):
-        return value + 1 if dist.get_rank() else None
+        return value + 1 if dist.get_rank() != hook.home else None
 
     def only_on_first(value, hook):
-        return None if dist.get_rank() else value + 1
+        return None if dist.get_rank() != hook.home else value + 1
 
     for name in ("layers.1.self_attn.attention_premix", "layers.2.mlp.mlp_output", "layers.0.mlp.mlp_neurons", "readout"):
         assert torch.equal(logits(model, [(name, noise)]), logits(model, [(name, noise_of_first)])), name
@@ -386,8 +446,6 @@ def check_hook_that_raises():
 
 def check_hook_on_gradients_that_raises():
     here = case()
-    if here.has_stages:
-        return
 
     def breaks(grad, hook):
         if dist.get_rank() == 1:
@@ -416,9 +474,13 @@ def check_analyses():
     """Those that read weights ask every rank for its part."""
     here = case()
 
-    def attributed(model):
-        _, cache = model.run_with_cache(here.ids, "**", max_bytes=None)
-        units = [cache.residual.logit_attribution(3, unit=unit) for unit in ("sublayer", "head", "expert", "slot", "neuron")]
+    needs_weights = ("head", "neuron")
+
+    def attributed(model, names=("sublayer", "expert", "slot", *needs_weights)):
+        _, cache = model.run_with_cache(here.ids, [n for n in model.hook_dict if leaf(n) != "attention_head_results"], max_bytes=None)
+        units = [cache.residual.logit_attribution(3, unit=unit) for unit in names]
+        if names[-1] not in needs_weights:
+            return torch.cat([unit.values.flatten() for unit in units])
         _, premix = model.run_with_cache(here.ids, "**.attention_premix")
         return torch.cat([*(unit.values.flatten() for unit in units), premix.attention.head_results(1).flatten()])
 
@@ -428,7 +490,12 @@ def check_analyses():
 
     compare(ablated)
     compare(lambda m: m.logit_lens(here.ids).logits)
-    compare(attributed)
+    if here.has_stages:
+        compare(lambda m: attributed(m, ("sublayer", "expert", "slot")))
+        for unit in needs_weights:
+            expect(ValueError, r"which stage \d holds; use a mesh without", lambda unit=unit: attributed(here.spread, (unit,)))
+    else:
+        compare(attributed)
 
 
 def check_what_is_refused():
@@ -555,7 +622,7 @@ def ends_by_a_rank_that_waits():
 
 
 CHECKS = [name for name in globals() if name.startswith("check_")]
-SLOW = ("check_all_edits", "check_each_value_alone", "check_replaced_by_itself")
+SLOW = ("check_all_edits", "check_each_value_alone", "check_random_models", "check_replaced_by_itself")
 FEW = ("check_values", "check_edits_in_place", "check_gradients", "check_cache", "check_hook_that_raises", "check_runs_that_differ")
 # What the default run makes, by processes; the slow one makes every check on every mesh. The last item ends the group.
 USUAL = {
@@ -639,6 +706,8 @@ def fake_world():
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     def of(size: int, rank: int = 0):
+        if dist.is_initialized():
+            dist.destroy_process_group()
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
 
     yield of
@@ -728,3 +797,102 @@ SCALES = {"gate_up_proj_scale_inv", "down_proj_scale_inv"}
 def matches(path: str, pattern: str) -> bool:
     words = zip(path.split("."), pattern.split("."), strict=False)
     return path.count(".") == pattern.count(".") and all(a == b or b == "*" for a, b in words)
+
+
+DOCS = Path(__file__).parents[1] / "docs" / "parallel.md"
+# A line of the page's script -> what runs it on this machine.
+ON_A_CPU = {
+    'dist.init_process_group("nccl")': 'dist.init_process_group("gloo")',
+    "torch.cuda.set_device(dist.get_node_local_rank())": "torch.set_num_threads(1)",
+    'mesh = init_device_mesh("cuda", (8,)': 'mesh = init_device_mesh("cpu", (2,)',
+    '"deepseek-ai/DeepSeek-V4-Flash"': '"checkpoint"',
+    'model.to_tokens("The capital of France is")': "torch.tensor([[1, 2, 3, 4, 5, 6]])",
+    "layers.20.": "layers.1.",
+    "model.to_string(ids[0])": "ids[0].tolist()",
+}
+
+
+def torchrun(script: str, folder: Path) -> subprocess.CompletedProcess:
+    (folder / "script.py").write_text(script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
+    return subprocess.run(
+        command, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=GIVEN_UP * 3
+    )
+
+
+@pytest.mark.slow
+def test_the_script_of_the_docs(tmp_path):
+    script = re.search(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)[1]
+    for line, local in ON_A_CPU.items():
+        assert line in script
+        script = script.replace(line, local)
+    make_checkpoint(tmp_path / "checkpoint", config(), Recipe(linears="BF16", experts="BF16"))
+    ran = torchrun(script, tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert "layers.1.self_attn.attention_probabilities  [b N s k]" in ran.stdout
+    assert re.search(r"\[1, 2, 3, 4, 5, 6(, \d+){8}\]", ran.stdout)
+
+
+@pytest.mark.slow
+def test_torchrun_ends_with_every_process(tmp_path):
+    """An error on one rank, and none of the processes is left."""
+    script = """
+import os
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from dsv4 import Dsv4, Dsv4Config
+from dsv4.convert.layout import layout
+from dsv4.parallel import parallelize
+
+torch.set_num_threads(1)
+mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+Path(f"pid{dist.get_rank()}").write_text(str(os.getpid()))
+model = parallelize(Dsv4.from_config(Dsv4Config.tiny()), mesh)
+
+
+def breaks(value, hook):
+    if dist.get_rank() == 1:
+        raise KeyError("the hook's own trouble")
+
+
+model.run_with_hooks([[1, 2, 3]], [("layers.1.mlp.mlp_output", breaks)])
+"""
+    ran = torchrun(script, tmp_path)
+    assert ran.returncode != 0
+    assert 'KeyError: "the hook\'s own trouble"' in ran.stderr
+    assert "raised on rank 1, which ends it on all" in ran.stderr
+    for rank in range(2):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / f"pid{rank}").read_text()), 0)
+
+
+def weights_held(model_config: Dsv4Config, sizes: tuple[int, ...], names: tuple[str, ...], rank: int, fake_world) -> int:
+    """Bytes of one process, of a checkpoint in the released formats."""
+    fake_world(torch.Size(sizes).numel(), rank)
+    with torch.device("meta"):
+        model = Dsv4(model_config)
+        for name, spec in layout(model_config).items():
+            if spec.official in ("FP8", "FP4"):
+                module = name.rpartition(".")[0]
+                if name.endswith(("weight", "gate_up_proj")):
+                    keep_stored(model, module, spec.official.lower())
+    parallelize(model.bfloat16(), init_device_mesh("cpu", sizes, mesh_dim_names=names))
+    return sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
+
+
+# `(sizes)` of `names` | processes | Flash | Pro
+ROWS = re.findall(r"^\| `\((.*?)\)` of `(.*?)` \| (\d+) \| ([\d.]+) GB \| ([\d.]+) GB \|$", DOCS.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("row", [ROWS[1], *(pytest.param(row, marks=pytest.mark.slow) for row in (ROWS[0], *ROWS[2:]))])
+def test_the_table_of_bytes(fake_world, row):
+    sizes, names = tuple(int(n) for n in row[0].split(",") if n), tuple(row[1].split(", "))
+    processes = torch.Size(sizes).numel()
+    assert int(row[2]) == processes
+    stages = sizes[0] if names[0] == "pp" else 1
+    for preset, said in ((Dsv4Config.flash(), row[3]), (Dsv4Config.pro(), row[4])):
+        firsts = [stage * processes // stages for stage in range(stages)]
+        most = max(weights_held(preset, sizes, names, rank, fake_world) for rank in firsts)
+        assert f"{most / 1e9:.1f}" == said

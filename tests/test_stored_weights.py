@@ -8,14 +8,16 @@ import io
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dsv4.kernels.grouped_linear
 from dsv4 import Dsv4, Dsv4Config
 from dsv4.experts import Experts, Fp4Experts, Fp8Experts
+from dsv4.kernels.fp8_activations import as_quantized
 from dsv4.kernels.quantize import quantize_fp4, quantize_fp8
 from dsv4.linear import BlockDiagonalLinear, Fp8BlockDiagonalLinear, Fp8Linear, Linear
 from dsv4.pretrained import keep_stored
-from dsv4.testing import assert_close
+from dsv4.testing import assert_close, relative_error
 
 # Ragged blocks: 200 = 128 + 72 inputs, 2 * 136 outputs.
 WIDTH, INNER, EXPERTS, TOP_K = 200, 136, 4, 2
@@ -199,3 +201,104 @@ def test_a_model_of_stored_experts(form):
     assert type(model.get_submodule(name)) is Experts
     assert_close(watched, plain, "watched")
     assert_close(dequantised, plain, "watched")
+
+
+@pytest.mark.parametrize("kind", BUILT)
+def test_no_graph_keeps_a_decoded_matrix(kind):
+    module = BUILT[kind]()
+    args = arguments(module, torch.float32, tokens=1)
+    args[0].requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        module(*args)
+    least = min(p.numel() for name, p in module.named_parameters() if not name.endswith("_scale_inv"))
+    codes = (torch.float8_e4m3fn, torch.int8)
+    assert all(t.dtype in codes for t in kept if t.numel() >= least)
+    assert any(t.dtype in codes for t in kept)
+
+
+@pytest.mark.parametrize("kind", BUILT)
+def test_editing_and_reading_as_values_is_explicit(kind):
+    """The parameter is codes and says so; values in its place are refused, and the way to edit is in the message."""
+    holder = nn.ModuleDict({"module": BUILT[kind]()})
+    module = holder["module"]
+    name = next(name for name, _ in module.named_parameters() if not name.endswith("_scale_inv"))
+    held = getattr(module, name)
+    assert held.dtype in (torch.float8_e4m3fn, torch.int8)
+    assert not held.requires_grad
+    if held.dtype == torch.float8_e4m3fn:
+        with pytest.raises((NotImplementedError, RuntimeError), match="Float8_e4m3fn"):
+            held + 1.0
+    for values in (nn.Parameter(torch.zeros(held.shape)), nn.Parameter(torch.zeros(held.shape, dtype=torch.bfloat16))):
+        with pytest.raises(ValueError, match=rf"{type(module).__name__}.{name} holds codes.*{values.dtype}.*dequantized\(\)"):
+            setattr(module, name, values)
+    with pytest.raises(TypeError, match="cannot assign"):
+        setattr(module, name, torch.zeros(held.shape))
+    assert getattr(module, name) is held
+    args = arguments(module, torch.float32)
+    expected = module(*args)
+    holder.set_submodule("module", module.dequantized(torch.float32))
+    assert_close(holder["module"](*args), expected, "float32 op")
+    with torch.no_grad():
+        getattr(holder["module"], name).mul_(2.0)
+    assert not torch.allclose(holder["module"](*args), expected)
+    assert torch.equal(module(*args), expected)
+
+
+@pytest.mark.parametrize("kind", BUILT)
+def test_deployed_numerics_are_a_choice_of_the_module(kind):
+    """Exact unless it says otherwise; then what it multiplies is rounded to E4M3, where its weights are FP8."""
+    module = BUILT[kind]()
+    args = arguments(module, torch.float32)
+    assert module.numerics == "exact"
+    plain = module(*args)
+    module.numerics = "deployed"
+    if kind == "fp4 experts":
+        with pytest.raises(ValueError, match=r"numerics=.deployed. is for fp8 experts, and these are fp4"):
+            module(*args)
+        return
+    assert 1e-3 < relative_error(module(*args), plain) < 0.2
+    if isinstance(module, Linear):
+        # Each group's numbers in blocks of their own.
+        x = as_quantized(args[0].unflatten(-1, (module.groups, -1))).flatten(-2)
+        module.numerics = "exact"
+        rounded = module(x)
+        module.numerics = "deployed"
+        assert_close(module(*args), rounded, "float32 op")
+
+
+class Work(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.counts[name] = self.counts.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+ROUTING = ("router_logits", "router_scores", "expert_indices", "expert_weights")
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("layer", [0, 2])
+def test_listening_to_the_router_costs_nothing_extra(layer, grad):
+    """Not one operation more than the copies that are kept, on a block that routes by hash and on one that routes by score."""
+    model = Dsv4.from_config(Dsv4Config.tiny(mlp_layer_types=("hash_moe", "moe", "moe")), seed=3)
+    ids = torch.randint(0, model.config.vocab_size, (1, 9))
+    names = [f"layers.{layer}.mlp.{leaf}" for leaf in ROUTING]
+    counts = []
+    with torch.set_grad_enabled(grad):
+        for listened in (["layers.1.layer_output"], ["layers.1.layer_output", *names]):
+            model.run_with_cache(ids, listened)
+            with Work() as work:
+                model.run_with_cache(ids, listened)
+            counts.append(work.counts)
+    plain, watched = counts
+    more = {name: n - plain.get(name, 0) for name, n in watched.items() if n != plain.get(name, 0)}
+    assert plain.keys() <= watched.keys()
+    assert set(more) <= {"clone", "detach", "alias"}
+    assert all(0 < n <= 2 * len(names) for n in more.values())

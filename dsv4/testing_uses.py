@@ -177,4 +177,17 @@ def patching(model):
     return [*out, model.path_patch(clean, corrupt, senders, receivers, metric).metric]
 
 
-USES = (every_value, unwatched, one_token_at_a_time, generation, gradients, gradient_hooks, edits, interventions, ablations, algebra, attention, patching)
+USES = (
+    every_value,
+    unwatched,
+    one_token_at_a_time,
+    generation,
+    gradients,
+    gradient_hooks,
+    edits,
+    interventions,
+    ablations,
+    algebra,
+    attention,
+    patching,
+)

@@ -1,0 +1,96 @@
+"""A small checkpoint kept as stored, FP8 and FP4, computed by device code in Triton's interpreter beside plain torch: logits, values
+listened to, gradients, padding, what goes on in an edited run.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4 import Dsv4, Dsv4Config
+from dsv4.experts import Experts, Fp4Experts, Fp8Experts
+from dsv4.linear import Fp8Linear
+from dsv4.moe import SharedExpert
+from dsv4.testing import assert_close
+from dsv4.testing_checkpoints import Recipe, make_checkpoint
+from dsv4.testing_kernels import interpreter
+
+pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+
+SLOT = "layers.1.mlp.expert_outputs"
+NEURONS = "layers.0.mlp.mlp_neurons"
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Calls a function of this file where Triton interprets."""
+    with interpreter(sys.modules[__name__]) as call:
+        yield call
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    made = {}
+    for experts in ("FP8", "FP4"):
+        made[experts] = tmp_path_factory.mktemp(experts)
+        config = Dsv4Config.tiny(num_hidden_layers=2, layer_types=None, mlp_layer_types=("hash_moe", "moe"), moe_intermediate_size=32)
+        make_checkpoint(made[experts], config, Recipe(experts=experts), seed=2)
+    return made
+
+
+def reroute(value: Tensor, hook=None) -> Tensor:
+    """Other experts, one of them twice."""
+    other = value.flip(-1).clone()
+    other[..., 0] = other[..., 1]
+    return other
+
+
+EDITS = {
+    "layers.0.mlp.expert_indices": reroute,
+    "layers.1.mlp.expert_indices": reroute,
+    "layers.1.mlp.expert_weights": lambda value, hook=None: value * 0.5,
+}
+
+
+def results(folder: Path, ids: Tensor, mask: Tensor, kernels: str, form: str) -> dict[str, Tensor]:
+    model = Dsv4.from_pretrained(folder, dtype=torch.float32, kernels=kernels, progress=False)
+    assert {m.backend for m in model.modules() if isinstance(m, Experts | Fp8Linear | SharedExpert)} == {kernels}
+    assert any(isinstance(m, {"FP8": Fp8Experts, "FP4": Fp4Experts}[form]) for m in model.modules())
+    assert any(isinstance(m, Fp8Linear) for m in model.modules())
+    found = {}
+    with torch.no_grad():
+        found["logits"] = model(ids, attention_mask=mask)[mask]
+        found["watched"], cache = model.run_with_cache(ids, [SLOT, NEURONS], attention_mask=mask)
+        found["watched"] = found["watched"][mask]
+        found |= {name: cache[name][mask] for name in (SLOT, NEURONS)}
+        for name, edit in EDITS.items():
+            with model.hooks([(name, edit)]):
+                found[f"edited {name}"] = model(ids, attention_mask=mask)[mask]
+                if kernels == "torch":
+                    with model.hooks([(SLOT, lambda value, hook=None: value)]):
+                        found[f"edited and spelled {name}"] = model(ids, attention_mask=mask)[mask]
+    model.requires_grad_(False)
+    streams = model.embed_tokens(ids).detach().requires_grad_()
+    out = model(inputs_embeds=streams, input_ids=ids, attention_mask=mask)[mask]
+    weights = torch.linspace(-1.0, 1.0, out.numel()).view(out.shape)
+    found["gradient"] = torch.autograd.grad((out * weights).sum(), streams)[0]
+    return {name: t.detach() for name, t in found.items()}
+
+
+@pytest.mark.parametrize("form", ["FP4", pytest.param("FP8", marks=pytest.mark.slow)])
+def test_a_checkpoint_kept_as_stored(run, folders, form):
+    """Linear maps and the shared expert are FP8 in both; one block routes by hash, one by score; one row is padded."""
+    ids = torch.randint(0, 64, (2, 5))
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    mask[0, :3] = False
+    here = results(folders[form], ids, mask, "torch", form)
+    for name in EDITS:
+        spelled = here.pop(f"edited and spelled {name}")
+        assert_close(spelled, here[f"edited {name}"], "watched", name)
+        assert not torch.allclose(spelled, here["logits"])
+    there = run(results, folders[form], ids, mask, "triton", form)
+    assert here.keys() == there.keys()
+    for name, value in here.items():
+        assert_close(there[name], value, "float32 op gradient" if name == "gradient" else "watched", name)
