@@ -13,12 +13,13 @@ from dsv4.call import plan_step, plan_whole
 from dsv4.fixed_cache import FixedCache
 from dsv4.kv_cache import KVCache
 
+
 def _guards_kept(guards) -> list[bool]:
     """Those on what a step is given. Of the model's modules none: there are thousands, and what may change is told to the step."""
     return [not (guard.orig_guard.source.is_unspecialized_nn_module() or guard.is_global) for guard in guards]
 
 
-Step = Callable[[Tensor, FixedCache, Tensor], Tensor]
+Step = Callable[[Tensor, FixedCache, Tensor, str], Tensor]
 
 
 LISTENED_TO = (
@@ -37,6 +38,8 @@ class Compiling:
 
     # What runs a decoding step while nobody listens; None runs it as any other call.
     compiled_step: Step | None = None
+    # Goes up when modules or their kernels are replaced.
+    revision = 0
 
     def forward_static(self, ids: Tensor, kv: KVCache, active: Tensor | None = None) -> Tensor:
         """One step with fixed shapes: nothing is read back from the device and no size depends on what the cache holds, so that it
@@ -51,12 +54,13 @@ class Compiling:
         Raises:
             RuntimeError: something listens (points are not called here). ValueError: the cache is full.
         """
+        if self.placed is not None or self.is_spread:
+            raise ValueError("forward_static: weights that move or are spread need the host; call model(ids, kv_cache=kv)")
         if self.is_listened_to:
             raise RuntimeError(
                 "forward_static calls no probe point, and something listens to one: remove it (model.reset_hooks(), or leave the `with`), "
                 "or call model(ids, kv_cache=kv)"
             )
-        self._refuse_mesh("forward_static")
         fixed = kv.fix(ids.shape[1]) if not torch.compiler.is_compiling() else kv.fixed
         if fixed is None:
             raise RuntimeError("a compiled forward_static needs the cache in its fixed form: call kv.fix() first")
@@ -67,8 +71,8 @@ class Compiling:
         fixed.host = tuple(n + ids.shape[1] for n in fixed.host) if counted else None
         return logits
 
-    def step(self, ids: Tensor, fixed: FixedCache, active: Tensor) -> Tensor:
-        """The pure part: tensors in, logits out, buffers written in place."""
+    def step(self, ids: Tensor, fixed: FixedCache, active: Tensor, form: str = "") -> Tensor:
+        """The pure part: tensors in, logits out, buffers written in place. form: `self.form`, which a compiled step is compiled for."""
         call = plan_step(self.config, self.rotary, ids, active, fixed)
         with torch.autocast(ids.device.type, enabled=False):
             logits = self.run(call, None, 0, None, None, fixed)
@@ -76,33 +80,42 @@ class Compiling:
         return logits
 
     @property
+    def form(self) -> str:
+        """What a compiled step depends on beside its arguments: another text is another step."""
+        return f"{self.dtype} {self.device} {self.revision}"
+
+    @property
     def is_listened_to(self) -> bool:
         """Whether a hook or a capture is attached to any point."""
         return any(module.live for module in self.probed)
 
-    def compile_decode(self, **options) -> Self:
-        """Compile the decoding step (torch.compile, inductor): from now on a call with one token for each row and a kv_cache, and with
-        it every step of `generate`, runs compiled while nobody listens and no gradient is recorded. A step with listeners runs as
-        before. The first step compiles, and so does the first that passes one of at most 5 lengths (parts of the cache's max_length).
+    def compile_decode(self, backend: str = "inductor", **options) -> Self:
+        """Compile the decoding step: from now on a call with one token for each row and a kv_cache, and with it every step of `generate`,
+        runs compiled while nobody listens and no gradient is recorded. Any other call runs as before.
+
+        The first step compiles, and so does the first that passes one of at most 5 lengths (parts of the cache's max_length), and the
+        first after the model was moved, cast, dequantized or given other kernels. What a layer's own attributes say (eps, limits) is
+        read when it compiles.
 
         Args:
-            options: for torch.compile, beside fullgraph and dynamic, which are set.
+            backend, options: for torch.compile. On a CPU inductor's cpp_wrapper is on unless given.
         """
-        self._refuse_mesh("compile_decode")
+        if self.placed is not None or self.is_spread:
+            raise ValueError(
+                "compile_decode: the step is compiled over weights that stay on one device; load the model without a placement"
+            )
+        if backend == "inductor":
+            options = {"cpp_wrapper": self.device.type == "cpu", **options}
         options = {"guard_filter_fn": _guards_kept, **options}
-        step = torch.compile(self.step, fullgraph=True, dynamic=False, options=options)
+        step = torch.compile(self.step, backend=backend, fullgraph=True, dynamic=False, options=options)
         object.__setattr__(self, "compiled_step", step)
         return self
-
-    def _refuse_mesh(self, what: str) -> None:
-        if self.is_spread:
-            raise ValueError(f"{what}: a model spread over a mesh decodes as any other call does; call model(ids, kv_cache=kv) or generate")
 
     def decode(self, ids: Tensor, active: Tensor, counts: Sequence[int], kv: KVCache) -> Tensor:
         """[b 1 vocab]: one compiled step; counts: tokens that each row advances by, 0 or 1."""
         fixed = kv.in_fixed_form(1)
         fixed.choose_span(1)
-        logits = self.compiled_step(ids, fixed, active)
+        logits = self.compiled_step(ids, fixed, active, self.form)
         fixed.advance(counts)
         return logits
 

@@ -252,25 +252,26 @@ class KVCache:
             places = ", ".join(map(str, dict.fromkeys(self.devices)))
             raise ValueError(f"the fixed form of a KV cache is on one device, this cache is on {places}; feed it with the model itself")
         state, config = self.state, self.config
+        layers = []
         columns: dict[str, int] = {}
 
         def ring(slot: TokenSlot, kind):
             back = self.max_length if self.rewind is None else min(slot.keep + self.rewind, self.max_length)
             return ring_of(state.tapes[slot.number], state.length, back + step, kind)
 
-        def pool(slots: PoolSlots | None) -> FixedPool | None:
+        def pool(slots: PoolSlots | None, layer_type: str) -> FixedPool | None:
             if slots is None:
                 return None
             rate = slots.entries.rate
             after = [n // rate for n in state.length]
             most = -(-self.max_length // rate) + 2 + (step + rate - 2) // rate
             projections = ring(slots.projections, ProjectionRing)
-            columns[config.layer_types[i]] = projections.buffer.shape[1]
+            columns[layer_type] = projections.buffer.shape[1]
             return FixedPool(projections, entries_of(state.tapes[slots.entries.number], after, most))
 
-        layers = []
-        for i, slots in enumerate(self.layers):
-            layers.append(FixedLayer(ring(slots.keys, KeyRing), pool(slots.compressor), pool(slots.indexer)))
+        for layer_type, slots in zip(config.layer_types, self.layers, strict=True):
+            pools = (pool(slots.compressor, layer_type), pool(slots.indexer, layer_type))
+            layers.append(FixedLayer(ring(slots.keys, KeyRing), *pools))
         return FixedCache(layers, columns, state.length, step, self.max_length, self.device)
 
     def _unfix(self, fixed: FixedCache) -> None:

@@ -12,6 +12,7 @@ from dsv4.tape import Tape, writing
 # `expand` shares the entries of a prefix while rows * tokens are at most so many, else it copies them.
 SHARED_ENTRIES = 1 << 16
 
+
 @dataclass(frozen=True)
 class State:
     """All that is committed: lengths, what each row can still be cut to, a tape for every slot."""

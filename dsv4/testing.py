@@ -45,6 +45,8 @@ LIMITS: Mapping[str, Limit] = {
     "queries": Limit(absolute=1e-4),
     # the same prefix computed in longer bands, at thousands of tokens
     "far prefix": Limit(relative=1e-5),
+    # the same tokens in one call, in static steps or in a compiler's graph
+    "steps": Limit(relative=1e-5),
     # float64 against an independent definition in float64
     "float64": Limit(relative=1e-12),
     "float64 gradient": Limit(relative=1e-10),
