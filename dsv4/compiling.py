@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsv4.call import plan_step, plan_whole
 from dsv4.fixed_cache import FixedCache
+from dsv4.inputs import Inputs
 from dsv4.kv_cache import KVCache
 
 
@@ -40,6 +41,7 @@ class Compiling:
     compiled_step: Step | None = None
     # Goes up when modules or their kernels are replaced.
     revision = 0
+    _module_hooks: tuple[int, list] = (-1, [])
 
     def forward_static(self, ids: Tensor, kv: KVCache, active: Tensor | None = None) -> Tensor:
         """One step with fixed shapes: nothing is read back from the device and no size depends on what the cache holds, so that it
@@ -89,6 +91,14 @@ class Compiling:
         """Whether a hook or a capture is attached to any point."""
         return any(module.live for module in self.probed)
 
+    @property
+    def is_unwatched(self) -> bool:
+        """Whether nobody would see that this call runs another way: no gradient, no listener, no hook of PyTorch's on any module."""
+        if self._module_hooks[0] != self.revision:
+            hooks = [held for m in self.modules() for held in (m._forward_hooks, m._forward_pre_hooks)]
+            object.__setattr__(self, "_module_hooks", (self.revision, hooks))
+        return not (torch.is_grad_enabled() or self.is_listened_to or any(self._module_hooks[1]))
+
     def compile_decode(self, backend: str = "inductor", **options) -> Self:
         """Compile the decoding step: from now on a call with one token for each row and a kv_cache, and with it every step of `generate`,
         runs compiled while nobody listens and no gradient is recorded. Any other call runs as before.
@@ -110,6 +120,11 @@ class Compiling:
         step = torch.compile(self.step, backend=backend, fullgraph=True, dynamic=False, options=options)
         object.__setattr__(self, "compiled_step", step)
         return self
+
+    def _runs_compiled(self, inputs: Inputs, kv: KVCache | None) -> bool:
+        """Whether this call is a decoding step for what `compile_decode` made."""
+        is_step = self.compiled_step is not None and kv is not None and inputs.size[1] == 1 and inputs.hidden is None
+        return is_step and self.is_unwatched
 
     def decode(self, ids: Tensor, active: Tensor, counts: Sequence[int], kv: KVCache) -> Tensor:
         """[b 1 vocab]: one compiled step; counts: tokens that each row advances by, 0 or 1."""

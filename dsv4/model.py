@@ -150,7 +150,11 @@ class Dsv4(Watching, Interventions, Ablating, Freezing, KnockingOut, Splicing, P
                 call = plan(self.config, self.rotary, inputs.ids, inputs.valid, past)
                 self.input_size = inputs.size
                 self.stage.begin(call, kv_cache)
-                out = self.run(call, inputs.hidden, start, stop, keep, kv_cache)
+                # Its calls into torch cost less; what leaves the run is an ordinary tensor.
+                is_step = kv_cache is not None and inputs.size[1] == 1 and self.is_unwatched
+                with torch.inference_mode() if is_step else nullcontext():
+                    out = self.run(call, inputs.hidden, start, stop, keep, kv_cache)
+                out = out.clone() if is_step else out
                 self.stage.warn_unreached(Span(start_at_layer, stop, self.skipped, inputs.ids is not None))
                 if kv_cache is not None:
                     kv_cache.commit(call)
@@ -186,17 +190,6 @@ class Dsv4(Watching, Interventions, Ablating, Freezing, KnockingOut, Splicing, P
         """[b s n hidden]: the embedding's output in every stream."""
         x = self.tap.token_embeddings(self.embed_tokens(call.input_ids) if embeddings is None else embeddings)
         return x.unsqueeze(2).expand(-1, -1, self.streams, -1).contiguous()
-
-    def _runs_compiled(self, inputs, kv_cache) -> bool:
-        """Whether this call is a decoding step for what `compile_decode` made."""
-        return (
-            self.compiled_step is not None
-            and kv_cache is not None
-            and inputs.size[1] == 1
-            and inputs.hidden is None
-            and not torch.is_grad_enabled()
-            and not self.is_listened_to
-        )
 
     def _check_span(self, start: int | None, stop: int | None) -> None:
         """ValueError unless 0 <= start <= stop <= num_layers; None leaves an end open."""
