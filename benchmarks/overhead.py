@@ -16,6 +16,7 @@ import inspect
 import json
 import math
 import statistics
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable
@@ -138,10 +139,9 @@ _BARE: dict[type, type] = {}
 def _bare(kind: type) -> type:
     if kind not in _BARE:
         methods = {}
-        for owner in reversed(kind.__mro__):
-            for name, method in vars(owner).items():
-                if inspect.isfunction(method) and owner.__module__.startswith("dsv4.") and issubclass(owner, Probed) and owner is not Probed:
-                    methods[name] = _without_taps(method, owner)
+        owners = [owner for owner in reversed(kind.__mro__) if issubclass(owner, Probed) and owner is not Probed]
+        for owner in owners:
+            methods |= {name: _without_taps(method, owner) for name, method in vars(owner).items() if inspect.isfunction(method)}
         _BARE[kind] = type(kind.__name__, (kind,), methods)
     return _BARE[kind]
 
@@ -187,9 +187,16 @@ def traced(model: Dsv4, ids: Tensor) -> tuple[Callable, Callable]:
 
 
 def bridged(model, ids: Tensor) -> tuple[Callable, Callable]:
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
     from transformer_lens.model_bridge import TransformerBridge
+    from transformers import PreTrainedTokenizerFast
 
-    bridge = TransformerBridge.boot_transformers("deepseek-ai/DeepSeek-V4-Flash", hf_model=model)
+    with tempfile.TemporaryDirectory() as folder:
+        model.config.save_pretrained(folder)
+        # It wants a tokenizer; which one makes no difference to a run on ids.
+        PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()), eos_token="<eos>").save_pretrained(folder)
+        bridge = TransformerBridge.boot_transformers(folder, hf_model=model)
     names = [f"blocks.{i}.hook_out" for i in range(model.config.num_hidden_layers)]
     return lambda: bridge.run_with_cache(ids, names_filter=names), lambda: model(ids, use_cache=False)
 

@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/parallel.py [--pairs 200] [--tokens 256]
 
-First both models' logits are compared; without agreement nothing is timed. Overhead: one process, the plain model and one given
-a mesh of one process, in turn, forward of --tokens tokens and decoding steps; the ratio of each pair's CPU time, its median with a 95 %
-bootstrap interval. Scaling: one thread for each process, all of them on this machine: a check that nothing is far off, and no figure of speed. The
-last line is JSON.
+First both models' logits are compared; without agreement nothing is timed. Overhead: one process, the plain model and one given a mesh of
+one process, in turn, forward of --tokens tokens and decoding steps; the ratio of each pair's CPU time, its median with a 95 % bootstrap
+interval. Scaling: one thread for each process, all of them on this machine: a check that nothing is far off, and no figure of speed.
+The last line is JSON.
 """
 
 import argparse

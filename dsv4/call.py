@@ -212,7 +212,7 @@ def plan_whole(config: Dsv4Config, rotary: Mapping[str, torch.nn.Module], input_
 
     Rows with padding get as many entries as a full one; those they do not have are closed to every query.
     """
-    b, s = valid.shape
+    s = valid.shape[1]
     start, past, lengths = valid.long().argmax(1), torch.zeros_like(valid[:, 0], dtype=torch.int64), valid.sum(1)
     columns = torch.arange(s, device=valid.device)
     positions = (columns - start.unsqueeze(1)).masked_fill(~valid, -1)

@@ -7,7 +7,7 @@
     deliver  what one process has -> the whole                 backward: to that process
 
 A whole value has a whole gradient, equal on every process: that of a loss which each process computes for itself. So nothing is scaled
-by the number of processes. All of it is DTensor's redistribution over a DeviceMesh of one dimension.
+by the number of processes. All of it is DTensor's redistribution over a DeviceMesh of one dimension. Gradients of gradients are refused.
 """
 
 import torch
@@ -23,7 +23,7 @@ def enter(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """A whole value, about to be read by every process for its own part."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
-    return _as(x, mesh, Replicate()).to_local(grad_placements=[Partial()])
+    return _once(_as(x, mesh, Replicate()).to_local(grad_placements=[Partial()]))
 
 
 def reduce(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -76,4 +76,16 @@ def _as(x: Tensor, mesh: DeviceMesh, placement) -> DTensor:
 
 
 def _to(x: DTensor, placement) -> Tensor:
-    return x.redistribute(placements=[placement]).to_local()
+    return _once(x.redistribute(placements=[placement]).to_local())
+
+
+def _once(x: Tensor) -> Tensor:
+    if x.requires_grad and torch.is_grad_enabled():
+        x.register_hook(_refuse_twice)
+    return x
+
+
+def _refuse_twice(grad: Tensor) -> None:
+    # The way back is written for gradients that are values, not for those that are differentiated again.
+    if torch.is_grad_enabled():
+        raise ValueError("gradients of gradients (create_graph=True) do not pass between processes; use a model on one process")

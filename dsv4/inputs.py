@@ -45,6 +45,12 @@ def resolve(
 
     `past`: tokens of each row already in a KV cache, for masks that cover them. Raises ValueError or TypeError that says what came.
     """
+    return model.stage.before_run(
+        lambda: _resolve(model, given, input_ids, inputs_embeds, attention_mask, start_at_layer, stop_at_layer, past)
+    )
+
+
+def _resolve(model, given, input_ids, inputs_embeds, attention_mask, start_at_layer, stop_at_layer, past) -> Inputs:
     hidden, what = None, ""
     if start_at_layer is not None:
         if inputs_embeds is not None:

@@ -90,11 +90,13 @@ class Loading:
 
     @classmethod
     def from_config(
-        cls, config: Dsv4Config, *, seed: int = 0, dtype: torch.dtype | None = None, device=None, kernels: str = "auto"
+        cls, config: Dsv4Config, *, seed: int = 0, dtype: torch.dtype | None = None, device=None, kernels: str = "auto", **placing
     ) -> Self:
         """A model of random weights, every parameter non-trivial; the same seed gives the same weights. kernels: as in from_pretrained."""
         from dsv4 import pretrained
+        from dsv4.placement import refuse_without_files
 
+        refuse_without_files(placing)
         dtype = dtype or config.torch_dtype
         model = cls(replace(config, torch_dtype=dtype))
         pretrained.use_kernels(model, kernels, device, dtype)

@@ -7,7 +7,8 @@ block on stages: the first that has the block) is what all go on with. A hook th
 
 import hashlib
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,8 @@ from dsv4.stage import Stage
 
 T = TypeVar("T")
 LEFT, REPLACED, RAISED = range(3)
+# In place of any number: this process has raised before it came to exchange one.
+GONE = -1
 
 
 class AbsentWeightsError(ValueError):
@@ -56,6 +59,24 @@ class MeshStage(Stage):
         self._end_if_any(self._exchange(LEFT if failure is None else RAISED), failure, "the run")
         return result
 
+    def before_run(self, do: Callable[[], T]) -> T:
+        """do(); where it raises on one process, the others learn it at what they exchange next."""
+        result, failure = _attempt(do)
+        if failure is not None:
+            self._end_if_any(self._exchange(GONE), failure, "preparing a run")
+        return result
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with super().running():
+            self.has_begun = self.ended_together = False
+            try:
+                yield
+            except BaseException as error:
+                if not self.has_begun and not self.ended_together:
+                    self._end_if_any(self._exchange(GONE), error, "preparing a run")
+                raise
+
     def drawn(self, x: Tensor) -> Tensor:
         """What the first process drew."""
         return self._from(0, x)
@@ -89,11 +110,15 @@ class MeshStage(Stage):
         own = torch.tensor([number], dtype=torch.int64, device=self.world.device_type)
         every = [torch.empty_like(own) for _ in range(self.world.size())]
         dist.all_gather(every, own, group=self.world.get_group())
-        return torch.cat(every).tolist()
+        numbers = torch.cat(every).tolist()
+        if GONE in numbers and number != GONE:
+            self._end_if_any(numbers, None, "preparing a run")
+        return numbers
 
     def _end_if_any(self, flags: list[int], failure: BaseException | None, what: str) -> None:
         """Raise on every process when one has failed: its own error there, one that carries it elsewhere."""
-        if RAISED not in flags:
+        raised = [rank for rank, flag in enumerate(flags) if flag in (RAISED, GONE)]
+        if not raised:
             return
         told: list[str | None] = [None] * len(flags)
         text = None if failure is None else "".join(traceback.format_exception(failure))
@@ -101,14 +126,12 @@ class MeshStage(Stage):
         self.ended_together = True
         if failure is not None:
             raise failure
-        rank = flags.index(RAISED)
-        raise RuntimeError(
-            f"{what} raised on rank {dist.get_global_rank(self.world.get_group(), rank)}, which ends it on all:\n{told[rank]}"
-        )
+        rank = dist.get_global_rank(self.world.get_group(), raised[0])
+        raise RuntimeError(f"{what} raised on rank {rank}, which ends it on all:\n{told[raised[0]]}")
 
     def _same_run(self, call) -> None:
         """RuntimeError where processes were given different inputs, or listen to different values."""
-        self.ended_together = False
+        self.has_begun = True
         about = hashlib.blake2b(repr((call.host, sorted(self.live))).encode(), digest_size=7)
         for given in (call.input_ids, call.positions):
             if given is not None:
@@ -128,7 +151,7 @@ class MeshPoint(HookPoint):
 
     Attributes:
         parts: the axis along which each process of `shards` has a part; None where each has the whole.
-    home: the process whose edits count: the first of the mesh, with blocks on stages the first that has the point's block.
+        home: the process whose edits count: the first of the mesh, with blocks on stages the first that has the point's block.
     """
 
     parts: int | None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dsv4.call import Call
 from dsv4.config import Dsv4Config
 from dsv4.experts import Experts
-from dsv4.hooks import HookPoint, Probed
+from dsv4.hooks import HookPoint, Probed, is_watched
 from dsv4.kernels.gated_linear import gated_linear
 from dsv4.kernels.grouped_experts import activation, neurons, swiglu
 from dsv4.kernels.numeric import wide
@@ -54,7 +54,7 @@ class SharedExpert(nn.Module):
     def neurons(self, x: Tensor) -> Tensor:
         """x [... hidden] -> [... I]."""
         gate, up = self.gate_proj, self.up_proj
-        if self.backend == "torch" or self.form is None or any(map(_has_hooks, (gate, up))):
+        if self.backend == "torch" or self.form is None or any(map(is_watched, (gate, up))):
             return swiglu(gate(x), up(x), self.limit)
         if self.form == "dense":
             held, deployed = (gate.weight.to(x.dtype), None, up.weight.to(x.dtype), None), False
@@ -62,11 +62,6 @@ class SharedExpert(nn.Module):
             held = (gate.weight, gate.weight_scale_inv, up.weight, up.weight_scale_inv)
             deployed = gate.numerics == "deployed"
         return gated_linear(x.flatten(0, -2), *held, self.limit, deployed).view(*x.shape[:-1], -1)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether PyTorch's own hooks wait for a call of the module."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
 class Moe(Probed):

@@ -21,7 +21,7 @@ from dsv4.kernels.grouped_linear import decode, groups
 from dsv4.kernels.numeric import wide
 
 # Experts asked for before the one in turn is multiplied.
-AHEAD = 4
+AHEAD = 8
 # Where torch's own tensors begin, and dtypes whose products depend on it.
 ALIGNMENT = 64
 ORDERED = (torch.float32, torch.float64)

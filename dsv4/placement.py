@@ -172,6 +172,17 @@ def as_bytes(given, what: str) -> int:
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 
+def refuse_without_files(given: Mapping[str, object]) -> None:
+    """ValueError for the arguments that place a checkpoint's weights, where there is none; TypeError for any other."""
+    for name, value in given.items():
+        if name not in ("device_map", "max_memory", "experts", "hot_experts", "layers"):
+            raise TypeError(f"from_config has no argument {name!r}")
+        raise ValueError(
+            f"{name}={value!r}: a model made from a config has no files whose weights could be placed; write it with save_pretrained and "
+            f"load that folder with from_pretrained(folder, {name}=...)"
+        )
+
+
 def prefix(config: Dsv4Config, layers: int | Sequence[int] | None) -> Dsv4Config:
     """The config of the first blocks: layers is their number, range(0, n) or a list of the same, or None for all.
 

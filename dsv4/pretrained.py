@@ -91,7 +91,8 @@ def load(
     spread = None if mesh is None else parallel.spread(model, mesh)
     device = device if placed is None else placed.main
     use_kernels(model, kernels, device, dtype)
-    print(f"{repo_or_path}: {checkpoint.summary()}; weights {'native' if native else 'dequantized'}, {dtype}", file=sys.stderr)
+    if model.stage.is_first:
+        print(f"{repo_or_path}: {checkpoint.summary()}; weights {'native' if native else 'dequantized'}, {dtype}", file=sys.stderr)
     if config.num_hidden_layers < checkpoint.config.num_hidden_layers:
         print(
             f"blocks 0 to {config.num_hidden_layers - 1} of {checkpoint.config.num_hidden_layers}: logits read the streams that leave the "
@@ -110,11 +111,15 @@ def load(
     cuts = {} if spread is None else spread.cuts
     total = checkpoint.nbytes(wanted=reads, cuts=cuts)
     show = total > LONG_LOAD if progress is None else progress
-    with tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=not show) as bar:
-        show_read = lambda done, _: bar.update(done - bar.n)  # noqa: E731
-        for name, tensor in checkpoint.tensors(dtype=dtype, native=native, wanted=reads, cuts=cuts, progress=show_read):
-            where = device if placed is None else placed.place(name)
-            put(model, name, tensor if where is None else tensor.to(where))
+
+    def fill() -> None:
+        with tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=not (show and model.stage.is_first)) as bar:
+            show_read = lambda done, _: bar.update(done - bar.n)  # noqa: E731
+            for name, tensor in checkpoint.tensors(dtype=dtype, native=native, wanted=reads, cuts=cuts, progress=show_read):
+                where = device if placed is None else placed.place(name)
+                put(model, name, tensor if where is None else tensor.to(where))
+
+    model.stage.together(fill)
     for module in model.modules():
         if isinstance(module, Rotary):
             module.reset(device)
@@ -151,6 +156,7 @@ def use_kernels(model, kernels: str, device: str | torch.device | None, dtype: t
             raise _cannot_run(reason)
         module.backend = "triton" if asks and reason is None else "torch"
     model.kernels = kernels
+    model.revision += 1
 
 
 def _device_of(mesh, device, placing: dict[str, Any]) -> torch.device:
@@ -232,6 +238,7 @@ def dequantize(model):
     for name, module in list(model.named_modules()):
         if isinstance(module, StoredExperts | Fp8Linear):
             model.set_submodule(name, module.dequantized(model.dtype))
+    model.revision += 1
     return model
 
 

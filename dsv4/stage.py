@@ -118,6 +118,10 @@ class Stage:
         """do(), which raises on every process when it raises on one."""
         return do()
 
+    def before_run(self, do: Callable[[], T]) -> T:
+        """do(), which comes before a run is made; where it raises, the other processes are told that there will be none."""
+        return do()
+
     def drawn(self, x: Tensor) -> Tensor:
         """What was drawn at random, the same on every process."""
         return x

@@ -171,7 +171,7 @@ def patching(model):
 
     found = model.attribution_patch(clean, corrupt, metric, ["layers.*.layer_output", "layers.*.mlp.mlp_output"])
     out = [found[name] for name in sorted(found)]
-    for over in ({"name": "layer_output", "pos": "each"}, {"name": "attention_head_outputs", "layers": [1, 3], "heads": "each"}):
+    for over in ({"name": "layer_output", "pos": [4, -1]}, {"name": "attention_head_outputs", "layers": [1], "heads": "each"}):
         out.append(model.patch_sweep(clean, corrupt, metric, over, progress=False).metric)
     senders, receivers = ["layers.0.self_attn.attention_output", "layers.1.mlp.mlp_output"], ["layers.3.mlp_collapsed", "readout"]
     return [*out, model.path_patch(clean, corrupt, senders, receivers, metric).metric]

@@ -226,7 +226,7 @@ def forward(
     if out.numel() == 0:
         return out, lse
     is_selected = selection is not None
-    queries, tokens, sinks = aligned_rows(queries), aligned_rows(tokens), sinks.contiguous()
+    queries, tokens, sinks = aligned_rows(queries), aligned_rows(tokens), sinks.float().contiguous()
     # Without entries, or without a selection, the kernel is given addresses it never reads.
     entries = tokens[:, :0] if entries is None else aligned_rows(entries)
     query_positions, token_positions = query_positions.contiguous(), token_positions.contiguous()

@@ -27,7 +27,9 @@ from dsv4.kernels.grouped_experts import Stored
 LAUNCH: Mapping[tuple[str, str, int], tuple[Tile, Tile]] = {
     **{("sm_90", form, 16): (Tile(64, 64, 4, 4), Tile(64, 64, 4, 3)) for form in ("dense", "fp8", "fp4")},
     **{("sm_90", form, 64): (Tile(64, 64, 4, 4), Tile(64, 64, 4, 3)) for form in ("dense", "fp8", "fp4")},
-    **{("sm_90", form, 128): (Tile(64, 64, 8, 3), Tile(128, 64, 8, 3)) for form in ("dense", "fp8", "fp4")},
+    ("sm_90", "dense", 128): (Tile(64, 64, 8, 3), Tile(128, 64, 8, 3)),
+    ("sm_90", "fp8", 128): (Tile(64, 64, 8, 3), Tile(64, 64, 8, 3)),
+    ("sm_90", "fp4", 128): (Tile(64, 64, 8, 3), Tile(64, 64, 8, 3)),
     **{("sm_100", form, 16): (Tile(64, 64, 4, 4), Tile(64, 64, 4, 3)) for form in ("dense", "fp8", "fp4")},
     **{("sm_100", form, 64): (Tile(64, 64, 4, 4), Tile(64, 64, 4, 3)) for form in ("dense", "fp8", "fp4")},
     **{("sm_100", form, 128): (Tile(64, 64, 8, 3), Tile(128, 64, 8, 3)) for form in ("dense", "fp8", "fp4")},
@@ -35,6 +37,8 @@ LAUNCH: Mapping[tuple[str, str, int], tuple[Tile, Tile]] = {
     **{("sm_80", form, 64): (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)) for form in ("dense", "fp4")},
     **{(INTERPRETER, form, 16): (Tile(64, 64, 1, 1), Tile(64, 64, 1, 1)) for form in ("dense", "fp8", "fp4")},
 }
+# Gate and up are computed again with the forward's tile, but where storing both apart spills.
+AGAIN: Mapping[tuple[str, str, int], Tile] = {("sm_90", "fp4", 128): Tile(64, 128, 8, 3)}
 
 
 @triton.jit
@@ -140,7 +144,7 @@ def run(
     rows = tile_rows(arch, form, slot_count / bank.num_experts)
     down, up = LAUNCH[arch, form, rows]
     order, *tiles = groups(indices, valid, bank.num_experts, rows)
-    apart = gate_up(x, order, tiles, top_k, bank, limit, form, rows, apart=True)
+    apart = gate_up(x, order, tiles, top_k, bank, limit, form, rows, apart=True, tile=AGAIN.get((arch, form, rows)))
     d_gate_up = torch.empty_like(apart)
     shares = torch.zeros(triton.cdiv(inner, down.columns), slot_count, dtype=torch.float32, device=x.device)
     shared = dict(FORM=form, ROWS=rows, WIDEN=widens(x, arch, "dense"))

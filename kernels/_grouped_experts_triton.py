@@ -45,7 +45,7 @@ LAUNCH: Mapping[tuple[str, str, int], tuple[Tile, Tile]] = {
     ("sm_100", "fp8", 128): (Tile(128, 64, 8, 4), Tile(128, 64, 8, 4)),
     ("sm_100", "fp8 x fp8", 16): (Tile(64, 128, 4, 4), Tile(128, 128, 4, 4)),
     ("sm_100", "fp8 x fp8", 64): (Tile(64, 128, 4, 4), Tile(128, 128, 4, 4)),
-    ("sm_100", "fp8 x fp8", 128): (Tile(64, 128, 8, 4), Tile(128, 128, 8, 4)),
+    ("sm_100", "fp8 x fp8", 128): (Tile(64, 128, 8, 4), Tile(64, 128, 8, 4)),
     ("sm_100", "fp4", 16): (Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
     ("sm_100", "fp4", 64): (Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
     ("sm_100", "fp4", 128): (Tile(128, 64, 8, 3), Tile(128, 128, 8, 3)),
@@ -111,6 +111,9 @@ def expert_gate_up(
         )  # fmt: skip
     mask = inside[:, None] & (column < N)[None, :]
     if APART:
+        # What the clamps cut stays beyond the limit when it is rounded: no gradient passes there.
+        gate = tl.where(gate > limit, 2 * limit, gate)
+        up = tl.where(up > limit, 2 * limit, tl.where(up < -limit, -2 * limit, up))
         at = neurons + place.to(tl.int64)[:, None] * 2 * N + column[None, :]
         tl.store(at, tl.trans(gate).to(neurons.dtype.element_ty), mask=mask)
         tl.store(at + N, tl.trans(up).to(neurons.dtype.element_ty), mask=mask)
@@ -215,11 +218,21 @@ def run(x: Tensor, indices: Tensor, weights: Tensor, valid: Tensor | None, bank:
 
 
 def gate_up(
-    x: Tensor, order: Tensor, tiles: list[Tensor], top_k: int, bank: Stored, limit: float, form: str, rows: int, *, apart: bool
+    x: Tensor,
+    order: Tensor,
+    tiles: list[Tensor],
+    top_k: int,
+    bank: Stored,
+    limit: float,
+    form: str,
+    rows: int,
+    *,
+    apart: bool,
+    tile: Tile | None = None,
 ) -> Tensor:
-    """-> neurons [n I] in sorted order, or gate beside up [n 2I] as they are before the clamps."""
+    """-> neurons [n I] in sorted order, or gate beside up [n 2I] before the clamps (where these cut, twice the limit). tile: LAUNCH's."""
     arch, width, inner = architecture(x.device), x.shape[1], bank.first.shape[1] // 2
-    tile = LAUNCH[arch, form, rows][0]
+    tile = tile or LAUNCH[arch, form, rows][0]
     out = torch.empty(len(order), inner * (2 if apart else 1), dtype=x.dtype, device=x.device)
     expert_gate_up[grid(tiles, tile, inner)](
         *as_read(x, form), order, *tiles, *as_bytes(bank.first, bank.first_scale), out, limit, top_k,

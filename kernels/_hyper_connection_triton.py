@@ -21,6 +21,8 @@ from dsv4.kernels._device_triton import INTERPRETED, INTERPRETER, aligned_rows, 
 
 # Programs of `project_kernel` for each processor, where the tokens alone make fewer.
 PROGRAMS = 2
+# The largest offset within a program of `project_kernel`.
+REACH = (1 << 31) - 1
 # Partial sums that `finish_kernel` adds at a time.
 PARTS = 32
 
@@ -36,12 +38,18 @@ class Launch:
 
 
 # Fewest tokens first. Resources of each entry are held by tests.
-PROJECT: Mapping[str, tuple[Launch, ...]] = {
-    # 64 tokens spill.
+READ: Mapping[str, tuple[Launch, ...]] = {
     "sm_80": (Launch(tokens=16, hidden=32, warps=4, stages=3), Launch(tokens=32, hidden=32, warps=4, stages=3)),
     "sm_90": (Launch(tokens=16, hidden=32, warps=4, stages=3), Launch(tokens=64, hidden=32, warps=4, stages=3)),
     "sm_100": (Launch(tokens=16, hidden=32, warps=4, stages=3), Launch(tokens=64, hidden=32, warps=4, stages=3)),
     INTERPRETER: (Launch(tokens=16, hidden=32, warps=1, stages=1), Launch(tokens=64, hidden=32, warps=1, stages=1)),
+}
+# What is written first stands in registers beside what it is made of: 64 tokens by 32 columns spill on sm_80 and sm_90.
+WRITE_READ: Mapping[str, tuple[Launch, ...]] = {
+    "sm_80": (Launch(tokens=16, hidden=32, warps=4, stages=3), Launch(tokens=32, hidden=32, warps=4, stages=3)),
+    "sm_90": (Launch(tokens=16, hidden=32, warps=8, stages=3), Launch(tokens=64, hidden=16, warps=4, stages=3)),
+    "sm_100": (Launch(tokens=16, hidden=32, warps=8, stages=3), Launch(tokens=64, hidden=32, warps=4, stages=3)),
+    INTERPRETER: (Launch(tokens=16, hidden=32, warps=1, stages=1), Launch(tokens=64, hidden=16, warps=1, stages=1)),
 }
 FINISH_WARPS = 8
 WRITE: Mapping[str, Launch] = {
@@ -345,7 +353,9 @@ def read(
     streams = torch.empty(b, s, n, hidden, dtype=x.dtype, device=x.device) if written else x
     if b * s == 0:
         return streams, *mixes, collapsed, normed
-    launch = pick(PROJECT, architecture(x.device), b * s)
+    launch = pick(READ if written is None else WRITE_READ, architecture(x.device), b * s)
+    if x.stride(0) * min(launch.tokens, b * s) + x.stride(1) * n > REACH:
+        x = x.contiguous()
     splits, each = split(launch, b * s, hidden, x.device)
     fn, scale, base = (t.contiguous() for t in (fn, scale, base))
     options = project_options(launch, n, iters, written is not None, splits > 1)

@@ -14,12 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4.kernels._device_triton import INTERPRETED, INTERPRETER, aligned_rows, architecture
+from dsv4.kernels.sparse_attention import MAX_WIDTH
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Below every score, and finite: the difference of two running maxima is always defined.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 # tl.dot multiplies at least 16 x 16.
 MIN_TILE = 16
+REGISTERS_OF_THREAD = 255
 
 
 @dataclass(frozen=True)
@@ -238,16 +240,19 @@ def forward_kernel(
 
 def options(launch: Launch, width: int, is_selected: bool, is_ring: bool = False) -> dict:
     """The constants of a kernel and the compiler's options."""
+    block = max(MIN_TILE, triton.next_power_of_2(width))
     return {
         "SELECTED": is_selected,
         "D": width,
-        "BLOCK_D": max(MIN_TILE, triton.next_power_of_2(width)),
+        "BLOCK_D": block,
         "BLOCK_N": launch.heads,
         "BLOCK_K": launch.keys,
         "STAGES": launch.stages if is_selected or is_ring else launch.stages - 1,
         # The interpreter takes the bits of 16-bit floats for integers.
         "WIDEN": INTERPRETED,
         "num_warps": launch.warps,
+        # All there are: in narrow tiles the assembler aims at fewer, for more programs at a time, and spills.
+        "maxnreg": None if block == MAX_WIDTH else REGISTERS_OF_THREAD,
         "enable_fp_fusion": True,
     }
 

@@ -90,7 +90,7 @@ def sparse_attention(
     Raises:
         ValueError: backend="triton" where it cannot run, with the reason.
     """
-    b, s, heads, width = queries.shape
+    width = queries.shape[-1]
     if entries is not None and entries.shape[1] == 0:
         entries = None
     if backend != "torch":
@@ -100,7 +100,7 @@ def sparse_attention(
         selection = None if entries is None else selection
         places = (reach.query_positions, reach.token_positions, reach.window, reach.gap, reach.rate)
         return fused_sparse_attention(queries, tokens, entries, sinks, selection, *places, scale)[0]
-    if s <= FEW_QUERIES:
+    if queries.shape[1] <= FEW_QUERIES:
         return few_queries(queries, tokens, entries, sinks, reach, selection, scale)
     return banded_attention(queries, tokens, entries, sinks, reach, selection, scale)
 

@@ -331,6 +331,43 @@ def test_the_registered_device_ops_keep_torchs_rules(run):
     run(check_rules, torch.randn(3, 32), *draw(24, 32))
 
 
+# On a device.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 16, 33, 300])
+@pytest.mark.parametrize(("groups", "out", "width"), [(1, 384, 512), (4, 72, 200), (1, 200, 136)])
+def test_native(tokens, groups, out, width):
+    codes, scale = draw(groups * out, width)
+    x = torch.randn(tokens, groups * width).bfloat16()
+    cotangent = torch.randn(tokens, groups * out).bfloat16()
+    y, dx = with_gradient(x.cuda(), codes.cuda(), scale.cuda(), groups, cotangent.cuda())
+    assert_close(y.cpu(), exact(x, codes, scale, groups), "bfloat16 sum")
+    wide = x.double().requires_grad_()
+    expected = torch.autograd.grad(exact(wide, codes, scale, groups), wide, cotangent.double())[0]
+    assert_close(dx.cpu(), expected, "bfloat16 sum")
+    rounded = as_quantized(x.float().unflatten(-1, (groups, -1))).flatten(-2)
+    deployed = fused(x.cuda(), codes.cuda(), scale.cuda(), groups, "deployed")
+    assert_close(deployed.cpu(), exact(rounded, codes, scale, groups), "bfloat16 sum")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 33, 300])
+@pytest.mark.parametrize("form", ["dense", "fp8"])
+def test_native_first_half_of_the_shared_expert(form, tokens):
+    weights = [*draw(384, 512), *draw(384, 512)]
+    matrices = [dequantize_fp8(*weights[i : i + 2], torch.bfloat16) for i in (0, 2)]
+    if form == "dense":
+        weights = [matrices[0], None, matrices[1], None]
+    x, cotangent = torch.randn(tokens, 512).bfloat16(), torch.randn(tokens, 384).bfloat16()
+    here = [None if w is None else w.cuda() for w in weights]
+    y, dx = gated_with_gradients(x.cuda(), here, cotangent.cuda())[:2]
+    wide = x.double().requires_grad_()
+    expected = swiglu(*(wide @ m.double().t() for m in matrices))
+    assert_close(y.cpu(), expected, "bfloat16 sum")
+    assert_close(dx.cpu(), torch.autograd.grad(expected, wide, cotangent.double())[0], "truncated gradient")
+
+
 # Compiled for devices that are not here.
 
 DEVICES = {"sm_80": (80, 163, "mma.sync"), "sm_90": (90, 227, "wgmma.mma_async"), "sm_100": (100, 227, "tcgen05.mma")}

@@ -85,6 +85,7 @@ CASES = {
     "fewer slots than the window": Case(lasts=(50, 3), slots=11, window=30),
     "window beyond the sequence": Case(lasts=(4, 0), slots=300, window=300),
     "empty row": Case(lasts=(-1, 9), slots=5, window=4, entries=6, kept=3, rate=2),
+    "no slots": Case(lasts=(-1, 3), slots=0, window=2, entries=4, rate=2),
     "one slot": Case(lasts=(0, 12), slots=1, window=1),
     "selected": Case(lasts=(40, 3, 17), slots=20, window=16, entries=30, kept=19, rate=2),
     "dense": Case(lasts=(75, 2), slots=8, window=4, entries=60, rate=2, width=20),

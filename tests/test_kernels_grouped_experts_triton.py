@@ -533,6 +533,35 @@ def test_native_with_widths_inside_a_block(hidden, inner):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("tokens", [1, 16, 100, 700])
+def test_native_gradients(form, tokens):
+    bank = make_bank(form, 16, 512, 384, torch.bfloat16)
+    x, indices, weights = problem(tokens, 6, 16, 512, torch.bfloat16)
+    cotangent = torch.randn(tokens, 512)
+    there = op.Stored(*(None if t is None else t.cuda() for t in vars(bank).values()))
+    args = (x.cuda(), indices.cuda(), weights.cuda(), there, cotangent.cuda())
+    found, again = with_gradients(*args), with_gradients(*args)
+    # The gradient of a dense bank's weights is torch's.
+    assert all(torch.equal(one, other) for one, other in zip(found[:3], again[:3], strict=True))
+    whole = decoded(bank)
+    leaves = [t.double().requires_grad_() for t in (x, weights, whole.first, whole.second)]
+    expected = op.grouped_experts(leaves[0], indices, leaves[1], op.Stored(leaves[2], None, leaves[3], None), LIMIT)
+    for grad, other in zip(found[1:], torch.autograd.grad(expected, leaves[: len(found) - 1], cotangent.double()), strict=True):
+        assert_close(grad.cpu(), other, "truncated gradient")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 100])
+def test_native_codes_times_codes(tokens):
+    bank = make_bank("fp8", 16, 512, 384)
+    x, indices, weights = problem(tokens, 6, 16, 512, torch.bfloat16)
+    there = op.Stored(*(t.cuda() for t in vars(bank).values()))
+    out = op.grouped_experts(x.cuda(), indices.cuda(), weights.cuda(), there, LIMIT, "triton", numerics="deployed")
+    assert_close(out.cpu(), exact(x, indices, weights, bank, rounded=as_quantized), "truncated experts")
+
+
+@pytest.mark.gpu
 def test_native_scales_of_zero_byte_count_as_zero_at_most():
     """A tensor core takes the E8M0 byte 0 for zero; nothing becomes NaN."""
     bank = make_bank("fp4", 2, 64, 64)
@@ -573,9 +602,9 @@ def needs(arch: str, form: str, rows: int) -> list:
     found = [need(device_code.expert_gate_up, first, APART=False), need(device_code.expert_down, second)]
     if form == "fp8 x fp8":
         return found
-    found.append(need(device_code.expert_gate_up, first, APART=True))
     from dsv4.kernels import _grouped_experts_gradient_triton as gradient
 
+    found.append(need(device_code.expert_gate_up, gradient.AGAIN.get((arch, form, rows), first), APART=True))
     types |= dict.fromkeys(("v", "gate_up", "d_gate_up"), "*bf16") | {"d_weights": "*fp32", "n": "i32"}
     outputs |= dict.fromkeys((gradient.through_down, gradient.through_gate_up), "*bf16")
     down, up = gradient.LAUNCH[arch, form, rows]

@@ -158,3 +158,27 @@ def test_expanded_streams_are_read_like_copies():
     expected = op.read(seen.contiguous(), **given, iters=3, eps=1e-6, rms_eps=1e-6)
     for value, other in zip(op.read(seen, **given, iters=3, eps=1e-6, rms_eps=1e-6), expected, strict=True):
         assert_close(value, other, "float64")
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 2, 4, 5])
+@pytest.mark.parametrize("eps", [1e-6, 0.0])
+def test_the_rounds_of_a_few_tokens_are_those_of_many(tokens, n, eps):
+    """A few tokens go through Python's floats where no gradient is recorded."""
+    start = torch.rand(1, tokens, n, n, dtype=torch.float64).exp()
+    with torch.enable_grad():
+        recorded = op.sinkhorn_rounds(start.float().requires_grad_(), 20, eps).detach()
+        exact = op.sinkhorn_rounds(start.requires_grad_(), 20, eps).detach()
+    with torch.no_grad():
+        plain = op.sinkhorn_rounds(start.float(), 20, eps)
+    assert_close(plain, exact, "float32 op")
+    assert_close(recorded, exact, "float32 op")
+
+
+def test_rounds_of_what_a_hook_wrote_do_not_stop(monkeypatch):
+    """Zeros and signs divide as in torch, whatever the number of tokens."""
+    start = torch.tensor([[1.0, -1.0], [0.0, 0.0]]).view(1, 1, 2, 2)
+    with torch.no_grad():
+        few = op.sinkhorn_rounds(start, 3, 0.5)
+        monkeypatch.setattr(op, "FEW_TOKENS", 0)
+        assert_close(few, op.sinkhorn_rounds(start, 3, 0.5), "equal")

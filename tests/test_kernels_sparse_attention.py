@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import dsv4.kernels.banded_attention as banded
-import dsv4.kernels.sparse_attention as op
 from dsv4.kernels.sparse_attention import (
     Reach,
     softmax_with_sink,

@@ -43,7 +43,8 @@ GROUPS = {
     },
     "text": {"text", "chat"},
     "model": {
-        *("model", "initialize", "kv_cache", "tape", "generate", "sampling", "loading"),
+        *("model", "initialize", "kv_cache", "tape", "slots", "generate", "sampling", "loading"),
+        *("compiling", "fixed_cache"),
         *("placement", "scale", "placed", "offload", "shelves", "hot"),
         *("collectives", "parallel_plan", "sharded", "mesh_stage", "pipeline", "parallel"),
         "pretrained",

@@ -182,7 +182,21 @@ def check_modules_are_called() -> None:
         assert not torch.allclose(fused(ids), logits)
 
 
-@pytest.mark.parametrize("checked", [check_numbers, check_gradients, check_edits, check_modules_are_called])
+def check_traced() -> None:
+    """A decoding step in one graph: the ops are opaque to it, and who listens is asked before."""
+    plain, fused = models()
+    ids = prompt(1, 12)
+    with torch.no_grad():
+        caches = [model.new_kv_cache(1, 16) for model in (plain, fused)]
+        for model, cache in zip((plain, fused), caches, strict=True):
+            model(ids[:, :11], kv_cache=cache)
+        expected = plain.forward_static(ids[:, 11:], caches[0])
+        step = torch.compile(fused.step, fullgraph=True, backend="aot_eager")
+        logits = step(ids[:, 11:], caches[1].fix(1), torch.ones(1, dtype=torch.bool))
+    assert_close(logits, expected, "watched", "logits")
+
+
+@pytest.mark.parametrize("checked", [check_numbers, check_gradients, check_edits, check_modules_are_called, check_traced])
 def test_model(interpreted, checked):
     interpreted(checked)
 

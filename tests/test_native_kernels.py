@@ -47,6 +47,25 @@ def reroute(value: Tensor, hook=None) -> Tensor:
     return other
 
 
+@pytest.mark.parametrize("form", ["FP8", "FP4"])
+def test_a_checkpoint_is_saved_and_decoded_as_it_was_stored(folders, form, tmp_path):
+    """Codes and scales bit for bit through loading and saving; decoding in place is loading decoded."""
+    model = Dsv4.from_pretrained(folders[form], progress=False)
+    state = model.state_dict()
+    assert {torch.float8_e4m3fn, torch.float8_e8m0fnu} <= {t.dtype for t in state.values()}
+    model.save_pretrained(tmp_path / "again")
+    again = Dsv4.from_pretrained(tmp_path / "again", progress=False).state_dict()
+    assert again.keys() == state.keys()
+    for name, t in state.items():
+        assert again[name].dtype == t.dtype
+        assert torch.equal(again[name].contiguous().view(torch.uint8), t.contiguous().view(torch.uint8)), name
+    decoded = Dsv4.from_pretrained(folders[form], weights="dequantized", progress=False).state_dict()
+    found = model.dequantize().state_dict()
+    assert found.keys() == decoded.keys()
+    for name, t in decoded.items():
+        assert torch.equal(found[name], t), name
+
+
 EDITS = {
     "layers.0.mlp.expert_indices": reroute,
     "layers.1.mlp.expert_indices": reroute,
@@ -94,3 +113,20 @@ def test_a_checkpoint_kept_as_stored(run, folders, form):
     assert here.keys() == there.keys()
     for name, value in here.items():
         assert_close(there[name], value, "float32 op gradient" if name == "gradient" else "watched", name)
+
+
+def watched_projection(folder: Path, ids: Tensor) -> list[int]:
+    """How often a hook of PyTorch's own on the shared expert's gate was called, and how many values the run without it differs in."""
+    model = Dsv4.from_pretrained(folder, dtype=torch.float32, kernels="triton", progress=False)
+    calls = []
+    with torch.no_grad():
+        plain = model(ids)
+        handle = model.layers[0].mlp.shared_experts.gate_proj.register_forward_hook(lambda *args: calls.append(1))
+        watched = model(ids)
+        handle.remove()
+    return [len(calls), int((~torch.isclose(plain, watched, rtol=1e-4, atol=1e-5)).sum())]
+
+
+@pytest.mark.slow
+def test_a_hook_on_a_projection_that_is_fused_away_is_called(run, folders):
+    assert run(watched_projection, folders["FP4"], torch.randint(0, 64, (1, 3))) == [1, 0]

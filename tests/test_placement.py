@@ -173,8 +173,13 @@ def test_a_gpu_that_is_not_there(folder):
 
 
 def test_a_model_not_from_files_has_no_experts_on_disk():
-    with pytest.raises(TypeError, match="experts"):
-        Dsv4.from_config(CONFIG, experts="disk")
+    for asked in ({"experts": "disk"}, {"device_map": {"": "disk"}}, {"layers": range(2)}):
+        with pytest.raises(
+            ValueError, match="a model made from a config has no files whose weights could be placed; write it with save_pre"
+        ):
+            Dsv4.from_config(CONFIG, **asked)
+    with pytest.raises(TypeError, match="from_config has no argument 'sed'"):
+        Dsv4.from_config(CONFIG, sed=3)
 
 
 def test_auto_without_a_gpu_is_the_plain_model_where_it_fits(folder, capsys):

@@ -1,0 +1,53 @@
+"""Memory against length, in processes of their own: what a graph of gradients keeps, and what a forward holds at most."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+# Bytes beyond the model that the process grows by at most.
+PROGRAM = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import psutil, torch
+from small_model import build, ids_of, peak, reset_peak
+
+torch.set_num_threads(1)
+kind, tokens = sys.argv[2], int(sys.argv[3])
+model = build().requires_grad_(False)
+with torch.no_grad():
+    model(ids_of(model, 64))
+ids = ids_of(model, tokens)
+reset_peak()
+before = psutil.Process().memory_info().rss
+if kind == "forward":
+    with torch.no_grad():
+        model(ids, logits_to_keep=1)
+else:
+    names = ["**.layer_output", "**.attention_output", "**.mlp_output"]
+    embedded = model.embed_tokens(ids).detach().requires_grad_()
+    run = dict(input_ids=ids, inputs_embeds=embedded, logits_to_keep=1, detach=False)
+    logits, cache = model.run_with_cache(names=names, **run)
+    grads = torch.autograd.grad(logits[0, -1, 7], list(cache.values()))
+    assert all(grad.abs().sum() > 0 for grad in grads[:-2])
+print(json.dumps(peak() - before))
+"""
+
+
+def growth(kind: str, tokens: int) -> int:
+    command = [sys.executable, "-c", PROGRAM, str(BENCHMARKS), kind, str(tokens)]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(("tokens", "most"), [(1024, 0.5e9), pytest.param(8192, 4e9, marks=pytest.mark.slow)])
+def test_gradients_through_every_block_keep_no_patterns(tokens, most):
+    """Every block's outputs captured with their graph, and a logit differentiated with respect to all of them."""
+    assert growth("gradients", tokens) <= most
+
+
+@pytest.mark.parametrize(("tokens", "most"), [(4096, 0.3e9), pytest.param(65536, 3e9, marks=pytest.mark.slow)])
+def test_a_forward_grows_with_the_length(tokens, most):
+    assert growth("forward", tokens) <= most
