@@ -23,24 +23,13 @@ def _guards_kept(guards) -> list[bool]:
 Step = Callable[[Tensor, FixedCache, Tensor, str], Tensor]
 
 
-LISTENED_TO = (
-    "a compiled model calls no probe point, and something listens to one: remove it (model.reset_hooks(), or leave the `with`), or call "
-    "the model itself instead of what torch.compile returned"
-)
-
-
-@torch.compiler.disable(reason=LISTENED_TO)
-def refuse_listeners() -> None:
-    raise RuntimeError(LISTENED_TO)
-
-
 class Compiling:
     """Mixed into the model."""
 
     # What runs a decoding step while nobody listens; None runs it as any other call.
-    compiled_step: Step | None = None
+    _compiled_step: Step | None = None
     # Goes up when modules or their kernels are replaced.
-    revision = 0
+    _revision = 0
     _module_hooks: tuple[int, list] = (-1, [])
 
     def forward_static(self, ids: Tensor, kv: KVCache, active: Tensor | None = None) -> Tensor:
@@ -58,7 +47,7 @@ class Compiling:
         """
         if self.placed is not None or self.is_spread:
             raise ValueError("forward_static: weights that move or are spread need the host; call model(ids, kv_cache=kv)")
-        if self.is_listened_to:
+        if self._is_listened_to:
             raise RuntimeError(
                 "forward_static calls no probe point, and something listens to one: remove it (model.reset_hooks(), or leave the `with`), "
                 "or call model(ids, kv_cache=kv)"
@@ -69,12 +58,12 @@ class Compiling:
         counted = active is None and not torch.compiler.is_compiling() and fixed.host is not None
         if counted:
             kv.check_room([ids.shape[1]] * len(ids))
-        logits = self.step(ids, fixed, torch.ones_like(ids[:, 0], dtype=torch.bool) if active is None else active)
+        logits = self._step(ids, fixed, torch.ones_like(ids[:, 0], dtype=torch.bool) if active is None else active)
         fixed.host = tuple(n + ids.shape[1] for n in fixed.host) if counted else None
         return logits
 
-    def step(self, ids: Tensor, fixed: FixedCache, active: Tensor, form: str = "") -> Tensor:
-        """The pure part: tensors in, logits out, buffers written in place. form: `self.form`, which a compiled step is compiled for."""
+    def _step(self, ids: Tensor, fixed: FixedCache, active: Tensor, form: str = "") -> Tensor:
+        """The pure part: tensors in, logits out, buffers written in place. form: `self._form`, which a compiled step is compiled for."""
         call = plan_step(self.config, self.rotary, ids, active, fixed)
         with torch.autocast(ids.device.type, enabled=False):
             logits = self.run(call, None, 0, None, None, fixed)
@@ -82,22 +71,22 @@ class Compiling:
         return logits
 
     @property
-    def form(self) -> str:
+    def _form(self) -> str:
         """What a compiled step depends on beside its arguments: another text is another step."""
-        return f"{self.dtype} {self.device} {self.revision}"
+        return f"{self.dtype} {self.device} {self._revision}"
 
     @property
-    def is_listened_to(self) -> bool:
+    def _is_listened_to(self) -> bool:
         """Whether a hook or a capture is attached to any point."""
         return any(module.live for module in self.probed)
 
     @property
-    def is_unwatched(self) -> bool:
+    def _is_unwatched(self) -> bool:
         """Whether nobody would see that this call runs another way: no gradient, no listener, no hook of PyTorch's on any module."""
-        if self._module_hooks[0] != self.revision:
+        if self._module_hooks[0] != self._revision:
             hooks = [held for m in self.modules() for held in (m._forward_hooks, m._forward_pre_hooks)]
-            object.__setattr__(self, "_module_hooks", (self.revision, hooks))
-        return not (torch.is_grad_enabled() or self.is_listened_to or any(self._module_hooks[1]))
+            object.__setattr__(self, "_module_hooks", (self._revision, hooks))
+        return not (torch.is_grad_enabled() or self._is_listened_to or any(self._module_hooks[1]))
 
     def compile_decode(self, backend: str = "inductor", **options) -> Self:
         """Compile the decoding step: from now on a call with one token for each row and a kv_cache, and with it every step of `generate`,
@@ -117,27 +106,32 @@ class Compiling:
         if backend == "inductor":
             options = {"cpp_wrapper": self.device.type == "cpu", **options}
         options = {"guard_filter_fn": _guards_kept, **options}
-        step = torch.compile(self.step, backend=backend, fullgraph=True, dynamic=False, options=options)
-        object.__setattr__(self, "compiled_step", step)
+        step = torch.compile(self._step, backend=backend, fullgraph=True, dynamic=False, options=options)
+        object.__setattr__(self, "_compiled_step", step)
         return self
 
     def _runs_compiled(self, inputs: Inputs, kv: KVCache | None) -> bool:
         """Whether this call is a decoding step for what `compile_decode` made."""
-        is_step = self.compiled_step is not None and kv is not None and inputs.size[1] == 1 and inputs.hidden is None
-        return is_step and self.is_unwatched
+        is_step = self._compiled_step is not None and kv is not None and inputs.size[1] == 1 and inputs.hidden is None
+        return is_step and self._is_unwatched
 
-    def decode(self, ids: Tensor, active: Tensor, counts: Sequence[int], kv: KVCache) -> Tensor:
+    def _decode(self, ids: Tensor, active: Tensor, counts: Sequence[int], kv: KVCache) -> Tensor:
         """[b 1 vocab]: one compiled step; counts: tokens that each row advances by, 0 or 1."""
         fixed = kv.in_fixed_form(1)
         fixed.choose_span(1)
-        logits = self.compiled_step(ids, fixed, active, self.form)
+        logits = self._compiled_step(ids, fixed, active, self._form)
         fixed.advance(counts)
         return logits
 
-    def traced(self, given, *, attention_mask, input_ids, inputs_embeds, kv_cache, logits_to_keep, start_at_layer, stop_at_layer):
+    def _traced(self, given, *, attention_mask, input_ids, inputs_embeds, kv_cache, logits_to_keep, start_at_layer, stop_at_layer):
         """`forward` as torch.compile sees it: the same values, without the checks that read numbers back."""
-        if self.is_listened_to:
-            refuse_listeners()
+        if self._is_listened_to:
+            # Under fullgraph=True the break is the error; else the sentence is raised when the graph is left.
+            torch._dynamo.graph_break(
+                "a compiled model calls no probe point, and something listens to one: remove it (model.reset_hooks(), or leave the "
+                "`with`), or call the model itself instead of what torch.compile returned"
+            )
+            raise RuntimeError("a compiled model calls no probe point, and something listens to one: remove it, or call the model itself")
         if kv_cache is not None or start_at_layer is not None or self.skipped:
             raise ValueError("a compiled model runs whole rows from layer 0; compile decoding with model.compile_decode()")
         ids = given if input_ids is None else input_ids

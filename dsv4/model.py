@@ -113,7 +113,7 @@ class Dsv4(Watching, Interventions, Ablating, Freezing, KnockingOut, Splicing, P
             logits [b, s or n, vocab] float32, or streams [b, s, n, hidden] with stop_at_layer.
         """
         if torch.compiler.is_compiling():
-            return self.traced(
+            return self._traced(
                 input,
                 attention_mask=attention_mask,
                 input_ids=input_ids,
@@ -145,13 +145,13 @@ class Dsv4(Watching, Interventions, Ablating, Freezing, KnockingOut, Splicing, P
                 self.notice_listeners()
                 if self._runs_compiled(inputs, kv_cache):
                     self.input_size = inputs.size
-                    return self.decode(inputs.ids, inputs.valid[:, 0], inputs.valid[:, 0].tolist(), kv_cache)
+                    return self._decode(inputs.ids, inputs.valid[:, 0], inputs.valid[:, 0].tolist(), kv_cache)
                 past = [0] * inputs.size[0] if kv_cache is None else kv_cache.length.tolist()
                 call = plan(self.config, self.rotary, inputs.ids, inputs.valid, past)
                 self.input_size = inputs.size
                 self.stage.begin(call, kv_cache)
                 # Its calls into torch cost less; what leaves the run is an ordinary tensor.
-                is_step = kv_cache is not None and inputs.size[1] == 1 and self.is_unwatched
+                is_step = kv_cache is not None and inputs.size[1] == 1 and self._is_unwatched
                 with torch.inference_mode() if is_step else nullcontext():
                     out = self.run(call, inputs.hidden, start, stop, keep, kv_cache)
                 out = out.clone() if is_step else out

@@ -156,7 +156,7 @@ def use_kernels(model, kernels: str, device: str | torch.device | None, dtype: t
             raise _cannot_run(reason)
         module.backend = "triton" if asks and reason is None else "torch"
     model.kernels = kernels
-    model.revision += 1
+    model._revision += 1
 
 
 def _device_of(mesh, device, placing: dict[str, Any]) -> torch.device:
@@ -238,7 +238,7 @@ def dequantize(model):
     for name, module in list(model.named_modules()):
         if isinstance(module, StoredExperts | Fp8Linear):
             model.set_submodule(name, module.dequantized(model.dtype))
-    model.revision += 1
+    model._revision += 1
     return model
 
 

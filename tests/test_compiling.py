@@ -263,4 +263,12 @@ def test_a_compiled_step_runs_no_block_of_python(model, ids, full):
         assert calls["hook"] == 1
         assert_close(model(ids[:, 12:13], kv_cache=kv), full[:, 12:13], "steps")
     finally:
-        model.compiled_step = None
+        model._compiled_step = None
+
+
+def test_a_model_compiled_with_breaks_is_refused_too(model, ids):
+    compiled = torch.compile(model, backend="eager")
+    expected = compiled(ids)
+    with model.hooks([("layers.1.layer_output", lambda value, hook: value * 2)]), pytest.raises(RuntimeError, match="calls no probe point"):
+        compiled(ids)
+    assert torch.equal(compiled(ids), expected)

@@ -436,6 +436,23 @@ def check_first_rank_decides():
         assert torch.equal(logits(model, [(name, only_on_first)]), logits(model, [(name, lambda value, hook: value + 1)])), name
 
 
+def check_nnsight():
+    """On models of its own: it leaves a forward on their modules."""
+    from nnsight import NNsight
+
+    here = case()
+    whole, spread = Dsv4.from_config(config(), seed=0), parallelize(Dsv4.from_config(config(), seed=0), here.mesh)
+    found = []
+    for model in (NNsight(whole), NNsight(spread)):
+        with torch.no_grad(), model.trace(here.ids):
+            heads = model.layers[1].self_attn.attention_head_outputs.output.save()
+            model.layers[2].mlp.mlp_neurons.output = model.layers[2].mlp.mlp_neurons.output * 0.5
+            out = model.logits.output.save()
+        found.append((heads, out))
+    for expected, actual in zip(*found, strict=True):
+        assert_close(actual, expected, SPREAD)
+
+
 @torch.no_grad()
 def check_ranks_of_captures():
     here = case()
