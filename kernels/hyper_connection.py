@@ -15,8 +15,8 @@ that is imported when it is first asked for. A read can norm what it collapsed (
 """
 
 from collections import deque
-from collections.abc import Iterator
-from operator import truediv
+from collections.abc import Callable, Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -84,7 +84,7 @@ def _rounds(start: Tensor, iters: int, eps: float) -> Iterator[Tensor]:
 def _every_round(start: Tensor, iters: int, eps: float) -> Tensor:
     """[n, n, tokens] -> [iters, n, n, tokens]."""
     if _is_few(start, eps):
-        tokens = [list(_rounds_of_one(token.tolist(), iters, eps)) for token in start.unbind(-1)]
+        tokens = [list(_rounds_of_one(len(start))(token.tolist(), iters, eps)) for token in start.unbind(-1)]
         return torch.tensor(tokens, dtype=start.dtype).permute(1, 2, 3, 0)
     return torch.stack(list(_rounds(start, iters, eps)))
 
@@ -92,7 +92,7 @@ def _every_round(start: Tensor, iters: int, eps: float) -> Tensor:
 def _last_round(start: Tensor, iters: int, eps: float) -> Tensor:
     """[n, n, tokens] -> [n, n, tokens]."""
     if _is_few(start, eps):
-        tokens = [deque(_rounds_of_one(token.tolist(), iters, eps), maxlen=1)[0] for token in start.unbind(-1)]
+        tokens = [deque(_rounds_of_one(len(start))(token.tolist(), iters, eps), maxlen=1)[0] for token in start.unbind(-1)]
         return torch.tensor(tokens, dtype=start.dtype).permute(1, 2, 0)
     return deque(_rounds(start, iters, eps), maxlen=1)[0]
 
@@ -102,13 +102,29 @@ def _is_few(start: Tensor, eps: float) -> bool:
     return start.shape[-1] <= FEW_TOKENS and eps > 0 and is_plain(start) and bool(start.min() > 0)
 
 
-def _rounds_of_one(comb: list[list[float]], iters: int, eps: float) -> Iterator[list[list[float]]]:
-    for i in range(iters):
-        if i:
-            comb = [[x / total for x in row] for row in comb for total in (sum(row) + eps,)]
-        totals = [sum(column) + eps for column in zip(*comb, strict=True)]
-        comb = [list(map(truediv, row, totals)) for row in comb]
-        yield comb
+@cache
+def _rounds_of_one(n: int) -> Callable[[list[list[float]], int, float], Iterator[tuple[tuple[float, ...], ...]]]:
+    """`_rounds` of one token over Python's floats, written out for n streams: loops over 4 numbers take longer than the numbers do."""
+    rows = [[f"c{i}{j}_" for j in range(n)] for i in range(n)]
+
+    def normalised(line: list[str]) -> list[str]:
+        return [f"t = {' + '.join(line)} + eps", *(f"{name} /= t" for name in line)]
+
+    by_row = [statement for row in rows for statement in normalised(row)]
+    by_column = [statement for column in zip(*rows, strict=True) for statement in normalised(list(column))]
+    matrix = "(" + "".join(f"({''.join(f'{name}, ' for name in row)}), " for row in rows) + ")"
+    lines = [
+        "def rounds(comb, iters, eps):",
+        f"    {matrix} = comb",
+        "    for i in range(iters):",
+        "        if i:",
+        *(f"            {statement}" for statement in by_row),
+        *(f"        {statement}" for statement in by_column),
+        f"        yield {matrix}",
+    ]
+    names: dict = {}
+    exec("\n".join(lines), names)
+    return names["rounds"]
 
 
 def _tokens_first(x: Tensor, tokens: torch.Size) -> Tensor:
