@@ -99,7 +99,8 @@ class FixedCache:
     ):
         self.layers = tuple(layers)
         self.columns = columns
-        self.length = torch.tensor(host, dtype=torch.int64, device=device)
+        with writing():
+            self.length = torch.tensor(host, dtype=torch.int64, device=device)
         self.host: tuple[int, ...] | None = host
         self.step, self.capacity = step, capacity
         self.span = capacity

@@ -64,7 +64,6 @@ def load(
     hub: dict[str, Any],
 ):
     """The body of `Dsv4.from_pretrained`."""
-    from dsv4 import parallel
     from dsv4.convert import open_checkpoint
     from dsv4.convert.hub import fetch
     from dsv4.placed import decide, layer_of
@@ -88,7 +87,7 @@ def load(
         for name, form in stored.items() if native else ():
             if layer_of(name) < config.num_hidden_layers:
                 keep_stored(model, name, form)
-    spread = None if mesh is None else parallel.spread(model, mesh)
+    spread = None if mesh is None else _spread(model, mesh)
     device = device if placed is None else placed.main
     use_kernels(model, kernels, device, dtype)
     if model.stage.is_first:
@@ -157,6 +156,13 @@ def use_kernels(model, kernels: str, device: str | torch.device | None, dtype: t
         module.backend = "triton" if asks and reason is None else "torch"
     model.kernels = kernels
     model._revision += 1
+
+
+def _spread(model, mesh):
+    # Not at the top: torch's distributed tensors take a second and 70 MB to import.
+    from dsv4.parallel import spread
+
+    return spread(model, mesh)
 
 
 def _device_of(mesh, device, placing: dict[str, Any]) -> torch.device:

@@ -15,9 +15,9 @@ from dsv4.float32 import Float32
 
 
 def frequencies(width: int, rope: Mapping) -> Tensor:
-    """[width / 2] float32: radians per position of each channel pair."""
+    """[width / 2] float32 on the CPU: radians per position of each channel pair."""
     theta = rope["rope_theta"]
-    exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
+    exponents = torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
     plain = 1.0 / theta**exponents
     if rope.get("rope_type", "default") == "default":
         return plain
@@ -28,7 +28,7 @@ def frequencies(width: int, rope: Mapping) -> Tensor:
 
     low = max(math.floor(channel(rope["beta_fast"])), 0)
     high = min(math.ceil(channel(rope["beta_slow"])), width - 1)
-    ramp = ((torch.arange(width // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    ramp = ((torch.arange(width // 2, dtype=torch.float32, device="cpu") - low) / max(high - low, 0.001)).clamp(0, 1)
     return plain / factor * ramp + plain * (1 - ramp)
 
 
@@ -39,12 +39,12 @@ class Rotary(Float32):
         super().__init__()
         self.rope, self.width = dict(rope), width
         self.factor = float(rope.get("attention_factor") or 1.0)
-        self.frequencies = nn.Buffer(frequencies(width, rope), persistent=False)
+        # Made on the CPU: on the meta device its few numbers would have torch import a compiler.
+        self.frequencies = nn.Buffer(frequencies(width, rope).to(torch.get_default_device()), persistent=False)
 
     def reset(self, device=None) -> None:
         """Compute the table anew (after the model was built without memory)."""
-        with torch.device(device or "cpu"):
-            self.frequencies = frequencies(self.width, self.rope)
+        self.frequencies = frequencies(self.width, self.rope).to(device or "cpu")
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions.clamp(min=0).unsqueeze(-1).to(self.frequencies.dtype) * self.frequencies

@@ -124,6 +124,7 @@ LIMITED = """
 import hashlib, json, re, resource, sys
 from pathlib import Path
 import torch
+import torch._dynamo  # as the first call of a registered op would
 from dsv4.model import Dsv4
 
 given = json.loads(sys.argv[1])

@@ -28,17 +28,18 @@ RECOMPUTED = 512
 
 def banded_attention(queries, tokens, entries, sinks, reach: Reach, selection, scale: float) -> Tensor:
     """-> [b s N D] of queries' dtype."""
-    traced = torch.compiler.is_compiling()
-    kept = torch.is_grad_enabled() and queries.shape[1] >= RECOMPUTED and not _is_transformed(queries)
-    if traced or kept:
+    given = (queries, tokens, entries, sinks)
+    # The second is not to be asked where a compiler traces.
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and queries.shape[1] >= RECOMPUTED and not _are_transformed(given)):
         places = (reach.query_positions, reach.token_positions, reach.window, reach.gap, reach.rate)
         return banded_attention_op(queries, tokens, entries, sinks, selection, *places, scale)
     return _in_chunks(queries, tokens, entries, sinks, reach, selection, scale)
 
 
-def _is_transformed(x: Tensor) -> bool:
+def _are_transformed(tensors) -> bool:
     """Inside a transform of torch.func or a forward-mode derivative, neither of which a registered op takes part in."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(x) or forward_ad._current_level >= 0
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return forward_ad._current_level >= 0 or any(is_wrapped(x) for x in tensors if x is not None)
 
 
 @torch.library.custom_op("dsv4::banded_attention", mutates_args=())

@@ -36,8 +36,9 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """`grouped_linear`: torch's own product where it takes part in autograd as it is, which leaves out gradients that nobody asked for."""
     if not is_eager(x):
         return grouped_linear(x, weight, ends)
-    # Neither product has a forward-mode derivative.
-    if forward_ad._current_level >= 0:
+    # Neither product has a forward-mode derivative or takes part in a transform of torch.func.
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    if forward_ad._current_level >= 0 or is_wrapped(x) or is_wrapped(weight):
         return grouped_linear_each(x, lambda e: weight[e], ends, weight.shape[1])
     if takes_grouped(x, weight):
         return torch.nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=ends)

@@ -1,5 +1,7 @@
 """The step of fixed shape against the full forward, and what torch.compile makes of the model."""
 
+import copy
+import pickle
 import random
 from collections import Counter
 
@@ -9,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4 import Dsv4
 from dsv4.config import CSA, HCA, SLIDING
-from dsv4.testing import LIMITS, assert_close, fault_config, random_config, random_ids, relative_error
+from dsv4.testing import LIMITS, assert_close, assert_gradients_close, fault_config, random_config, random_ids, relative_error
 
 # A reading of a number, or a size that depends on one.
 SYNCS = ("_local_scalar_dense", "nonzero", "masked_select", "unique")
@@ -17,15 +19,9 @@ MOST_GRAPHS = 6
 
 
 def config_of(**overrides):
-    return fault_config(
-        layer_types=(SLIDING, CSA, HCA),
-        num_hash_layers=1,
-        compress_rates={CSA: 4, HCA: 8},
-        sliding_window=6,
-        index_topk=3,
-        hc_sinkhorn_iters=3,
-        **overrides,
-    )
+    given = {"layer_types": (SLIDING, CSA, HCA), "num_hash_layers": 1, "compress_rates": {CSA: 4, HCA: 8}}
+    given |= {"sliding_window": 6, "index_topk": 3, "hc_sinkhorn_iters": 3}
+    return fault_config(**given | overrides)
 
 
 @pytest.fixture(scope="module")
@@ -272,3 +268,126 @@ def test_a_model_compiled_with_breaks_is_refused_too(model, ids):
     with model.hooks([("layers.1.layer_output", lambda value, hook: value * 2)]), pytest.raises(RuntimeError, match="calls no probe point"):
         compiled(ids)
     assert torch.equal(compiled(ids), expected)
+
+
+def test_the_whole_model_in_a_graph_with_gradients():
+    # From 512 tokens on attention computes again what a graph would keep.
+    model = Dsv4.from_config(config_of(), seed=3).double()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    ids = random_ids(model.config, 1, 530)
+    found = []
+    with torch.enable_grad():
+        for run in (model, compiled):
+            run(ids).square().sum().backward()
+            found.append({name: p.grad for name, p in model.named_parameters()})
+            model.zero_grad()
+    assert_gradients_close(found[1], found[0], "float64 gradient")
+
+
+def test_a_compiled_model_takes_one_row_and_embeddings_of_another_dtype(model, ids):
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    mask = torch.ones(60, dtype=torch.int64)
+    mask[:7] = 0
+    assert_close(compiled(ids[0], attention_mask=mask)[:, 7:], model(ids[0], attention_mask=mask)[:, 7:], "steps")
+    embeddings = torch.randn(2, 60, model.hidden_size, generator=torch.Generator().manual_seed(1)).double()
+    given = {"inputs_embeds": embeddings, "input_ids": ids}
+    assert_close(compiled(**given), model(**given), "steps")
+    with pytest.raises(Exception, match="give the ids once"):
+        compiled(ids, input_ids=ids)
+
+
+def test_a_static_step_records_no_gradient(model, ids, full):
+    kv = model.new_kv_cache(2, 60)
+    learned = copy.deepcopy(model).requires_grad_()
+    with torch.enable_grad():
+        logits = steps(learned, ids, kv, 0, 12)
+    assert not logits.requires_grad
+    assert_close(logits, full[:, :12], "steps")
+
+
+# What a compiled step belongs to: its model, as it is.
+
+
+def decoded(model, rows: int = 2, tokens: int = 30, capacity: int = 40) -> float:
+    """The error of compiled steps against the full forward."""
+    ids, kv = random_ids(model.config, rows, tokens, seed=7), model.new_kv_cache(rows, capacity)
+    model(ids[:, : tokens - 4], kv_cache=kv)
+    got = torch.cat([model(ids[:, i : i + 1], kv_cache=kv) for i in range(tokens - 4, tokens)], dim=1)
+    return relative_error(got, model(ids)[:, tokens - 4 :])
+
+
+def compiled_model(**overrides):
+    return Dsv4.from_config(config_of(**overrides), seed=3).requires_grad_(False).compile_decode(backend="eager")
+
+
+def test_models_of_one_shape_do_not_share_a_step(counters):
+    for model in (compiled_model(), compiled_model(routed_scaling_factor=7.5, rms_norm_eps=1e-2)):
+        assert decoded(model) <= LIMITS["steps"].relative
+    assert graphs() == 2
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
+def test_a_copy_compiles_steps_of_its_own(counters, copied):
+    model = compiled_model()
+    decoded(model)
+    other = copied(model)
+    for p in other.parameters():
+        p.mul_(1.3)
+    assert decoded(other) <= LIMITS["steps"].relative
+    assert decoded(model) <= LIMITS["steps"].relative
+    assert graphs() == 2
+    calls = Counter()
+    other.layers[0].mlp.register_forward_hook(lambda *given: calls.update(["hook"]))
+    decoded(other)
+    assert calls["hook"] == 6
+
+
+def test_more_sizes_than_torch_compile_keeps(counters):
+    model = compiled_model(layer_types=(CSA,), num_hash_layers=0)
+    most = torch._dynamo.config.recompile_limit
+    for rows in range(1, most + 3):
+        assert decoded(model, rows, 6) <= LIMITS["steps"].relative
+    for rewind in range(most + 3):
+        kv = model.new_kv_cache(1, 40, rewind=rewind)
+        model(random_ids(model.config, 1, 1), kv_cache=kv)
+    before = graphs()
+    for n in range(3, most + 6):
+        model.generate(random_ids(model.config, 1, n)[0].tolist(), 3, eos_token_id=None)
+    # The caches of `generate` have few capacities.
+    assert graphs() - before == 1
+
+
+@pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode])
+def test_a_cache_is_fed_in_every_mode(first):
+    model = compiled_model()
+    ids = random_ids(model.config, 2, 30, seed=2)
+    kv, got = model.new_kv_cache(2, 30), []
+    for i, mode in enumerate((first, torch.inference_mode, torch.no_grad, torch.enable_grad) * 5):
+        with mode():
+            got.append(model(ids[:, i : i + 1], kv_cache=kv).detach().clone())
+    assert_close(torch.cat(got, dim=1), model(ids)[:, :20], "steps")
+
+
+def test_replaced_modules_and_global_hooks_are_seen():
+    model = compiled_model()
+    assert decoded(model) <= LIMITS["steps"].relative
+    model.lm_head = torch.nn.Sequential(model.lm_head, torch.nn.Linear(model.vocab_size, 9).requires_grad_(False))
+    assert decoded(model) <= LIMITS["steps"].relative
+    model.layers[1].mlp.shared_experts = copy.deepcopy(model.layers[0].mlp.shared_experts)
+    assert decoded(model) <= LIMITS["steps"].relative
+    calls = Counter()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda m, *given: calls.update([m is model.lm_head]))
+    try:
+        decoded(model)
+    finally:
+        handle.remove()
+    assert calls[True] == 6
+
+
+def test_a_static_step_after_compiled_ones_looks_back_over_all(monkeypatch, ids, full):
+    monkeypatch.setattr("dsv4.fixed_cache.LEAST_SPAN", 8)
+    model = compiled_model()
+    kv = model.new_kv_cache(2, 64)
+    model(ids[:, :10], kv_cache=kv)
+    model(ids[:, 10:11], kv_cache=kv)
+    assert_close(steps(model, ids, kv, 11, 60), full[:, 11:], "steps")

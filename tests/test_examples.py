@@ -116,8 +116,9 @@ def test_script(name, capsys):
         rest = rest[found.end() :]
 
 
-# Fragments of classes, which only the model has around them.
-NOT_RUN = {"design"}
+# Fragments of classes, which only the model has around them; what takes several processes, GPUs, or minutes of compiling (tests of
+# their own run those: test_parallel, test_placement, test_compiling).
+NOT_RUN = {"design", "parallel", "scale", "speed"}
 
 
 @pytest.fixture(scope="module")

@@ -191,7 +191,7 @@ def check_traced() -> None:
         for model, cache in zip((plain, fused), caches, strict=True):
             model(ids[:, :11], kv_cache=cache)
         expected = plain.forward_static(ids[:, 11:], caches[0])
-        step = torch.compile(fused.step, fullgraph=True, backend="aot_eager")
+        step = torch.compile(fused._step, fullgraph=True, backend="aot_eager")
         logits = step(ids[:, 11:], caches[1].fix(1), torch.ones(1, dtype=torch.bool))
     assert_close(logits, expected, "watched", "logits")
 
