@@ -76,13 +76,15 @@ def chart(results: dict, path: Path) -> None:
     for axis, (key, unit, title) in zip(axes, units, strict=True):
         for kind, colour in zip(SIDES, ("tab:blue", "tab:orange"), strict=True):
             found = {int(n): row[kind.name][key] / unit for n, row in results["lengths"].items() if kind.name in row}
+            # Less than a MiB is what the allocator had at hand.
+            found = {n: value for n, value in found.items() if key == "seconds" or value >= 1}
             axis.plot(list(found), list(found.values()), "o-", color=colour, label=kind.name)
         axis.set(xscale="log", yscale="log", xlabel="tokens", title=title)
         axis.set_xticks([int(n) for n in results["lengths"]], list(results["lengths"]), rotation=45, minor=False)
         axis.minorticks_off()
         axis.grid(alpha=0.3)
         axis.legend()
-    figure.suptitle(f"12.5M parameters, float32, {results['threads']} CPU threads, last-position logits")
+    figure.suptitle(f"12.5M parameters, float32, {results['threads']} CPU thread(s), last-position logits")
     figure.savefig(path, dpi=110)
 
 

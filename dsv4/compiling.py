@@ -14,6 +14,7 @@ from torch.nn.modules import module as torch_module
 
 from dsv4.call import plan_step, plan_whole
 from dsv4.fixed_cache import LEAST_SPAN, FixedCache
+from dsv4.hooks import HookPoint
 from dsv4.inputs import Inputs
 from dsv4.kv_cache import KVCache
 
@@ -111,17 +112,19 @@ class Compiling:
 
     @property
     def _is_unwatched(self) -> bool:
-        """Whether nobody would see that this call runs another way: no gradient, no listener, no hook of PyTorch's on any module."""
+        """Whether nobody would see that this call runs another way: no gradient, no listener, no module with a hook or its own forward."""
         if torch.is_grad_enabled() or self._is_listened_to or torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
             return False
         revision, hooks, children = self._modules_seen
-        is_replaced = any(now != then for now, then in children)
+        is_replaced = any(now != then for _, now, then in children)
         if is_replaced or revision != self._revision:
             self._revision += is_replaced
-            hooks = [held for m in self.modules() for held in (m._forward_hooks, m._forward_pre_hooks)]
-            children = [(m._modules, dict(m._modules)) for m in self.modules() if m._modules]
+            # A point tells itself when someone listens.
+            modules = [m for m in self.modules() if not isinstance(m, HookPoint)]
+            hooks = [held for m in modules for held in (m._forward_hooks, m._forward_pre_hooks)]
+            children = [(m, m._modules, dict(m._modules)) for m in modules]
             object.__setattr__(self, "_modules_seen", (self._revision, hooks, children))
-        return not any(hooks)
+        return not (any(hooks) or any("forward" in m.__dict__ for m, _, _ in children))
 
     def capacity_for(self, tokens: int) -> int:
         """max_length of a cache that is built for so many tokens of a row: a compiled step is made for each, so there are few of them."""
@@ -184,10 +187,8 @@ class Compiling:
             raise TypeError("a compiled model takes tensors: ids [b, s] or inputs_embeds")
         ids = ids.unsqueeze(0) if ids is not None and ids.dim() == 1 else ids
         shape = (ids if inputs_embeds is None else inputs_embeds).shape[:2]
-        if attention_mask is None:
-            valid = torch.ones(shape, dtype=torch.bool, device=self.device)
-        else:
-            valid = attention_mask.bool().view(shape)
+        every = torch.ones(shape, dtype=torch.bool, device=self.device)
+        valid = every if attention_mask is None else attention_mask.bool().view(shape)
         inputs_embeds = None if inputs_embeds is None else inputs_embeds.to(self.dtype)
         call = plan_whole(self.config, self.rotary, ids, valid)
         keep = None if not logits_to_keep else min(logits_to_keep, shape[1])

@@ -342,16 +342,15 @@ def test_a_copy_compiles_steps_of_its_own(counters, copied):
     assert calls["hook"] == 6
 
 
+@torch._dynamo.config.patch(recompile_limit=2)
 def test_more_sizes_than_torch_compile_keeps(counters):
     model = compiled_model(layer_types=(CSA,), num_hash_layers=0)
-    most = torch._dynamo.config.recompile_limit
-    for rows in range(1, most + 3):
+    for rows in (1, 2, 3, 4):
         assert decoded(model, rows, 6) <= LIMITS["steps"].relative
-    for rewind in range(most + 3):
-        kv = model.new_kv_cache(1, 40, rewind=rewind)
-        model(random_ids(model.config, 1, 1), kv_cache=kv)
+    for rewind in (0, 1, 2, 3):
+        model(random_ids(model.config, 1, 1), kv_cache=model.new_kv_cache(1, 40, rewind=rewind))
     before = graphs()
-    for n in range(3, most + 6):
+    for n in (3, 4, 5, 6):
         model.generate(random_ids(model.config, 1, n)[0].tolist(), 3, eos_token_id=None)
     # The caches of `generate` have few capacities.
     assert graphs() - before == 1
@@ -374,6 +373,11 @@ def test_replaced_modules_and_global_hooks_are_seen():
     model.lm_head = torch.nn.Sequential(model.lm_head, torch.nn.Linear(model.vocab_size, 9).requires_grad_(False))
     assert decoded(model) <= LIMITS["steps"].relative
     model.layers[1].mlp.shared_experts = copy.deepcopy(model.layers[0].mlp.shared_experts)
+    assert decoded(model) <= LIMITS["steps"].relative
+    last = model.layers[2].self_attn.o_b_proj
+    last.forward = lambda x: torch.nn.functional.linear(x, last.weight) * 1.5
+    assert decoded(model) <= LIMITS["steps"].relative
+    del last.forward
     assert decoded(model) <= LIMITS["steps"].relative
     calls = Counter()
     handle = torch.nn.modules.module.register_module_forward_hook(lambda m, *given: calls.update([m is model.lm_head]))

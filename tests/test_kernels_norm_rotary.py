@@ -52,7 +52,7 @@ def test_rms_norm_rounds_once():
 def turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     """Adjacent pairs of the last channels as complex numbers, times e^(i angle)."""
     r = 2 * angles.shape[-1]
-    pairs = torch.view_as_complex(x[..., -r:].unflatten(-1, (-1, 2)).contiguous())
+    pairs = torch.view_as_complex(x[..., -r:].unflatten(-1, (-1, 2)).clone(memory_format=torch.contiguous_format))
     rotated = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
     return torch.cat((x[..., :-r], rotated), dim=-1)
 
@@ -68,6 +68,16 @@ def test_rotate(width: int, r: int):
     assert torch.equal(got[..., : width - r], x[..., : width - r])
     assert_close(rotate_back(got, angles.cos(), angles.sin()), x, "float64")
     assert_close(got.norm(dim=-1), x.norm(dim=-1), "float64")
+
+
+@pytest.mark.parametrize(("width", "r"), [(13, 4), (5, 4), (8, 8), (9, 0)])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 1), (2, 3, 2)])
+def test_rotate_rows_that_begin_anywhere(shape, width: int, r: int):
+    memory = torch.randn(torch.Size(shape).numel() * width + 1)
+    angles = torch.randn(*shape[:2], 1, r // 2)
+    for x in (memory[:-1].view(*shape, width), memory[1:].view(*shape, width)):
+        got = rotate(x, angles.cos(), angles.sin())
+        assert_close(got, turned(x.clone().double(), angles.double()) if r else x, "float32 op")
 
 
 @pytest.mark.parametrize(("channel", "moved"), [(0, [0]), (7, [7]), (8, [8, 9]), (9, [8, 9]), (14, [14, 15])])

@@ -281,6 +281,25 @@ def test_second_derivatives():
         assert (second * direction).sum().item() == pytest.approx(expected.item(), rel=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", ["self_attn.sinks", "self_attn.kv_proj.weight", "mlp.experts.down_proj"])
+@pytest.mark.parametrize("tokens", [TOKENS, 530])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_transforms_of_torch_func(name: str, tokens: int, dtype: torch.dtype):
+    model = Dsv4.from_config(fault_config(), seed=21).to(dtype)
+    ids, name = random_ids(model.config, 1, tokens), f"layers.0.{name}"
+    start = model.get_parameter(name)
+    direction = torch.randn(start.shape, generator=torch.Generator().manual_seed(0)).to(start.dtype)
+
+    def loss(x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, {name: x}, (ids,)).square().mean()
+
+    expected = torch.autograd.grad(loss(start), start)[0]
+    tight = 1e-4 if dtype == torch.float32 else 1e-10
+    assert relative_error(torch.func.grad(loss)(start.detach()), expected) <= tight
+    assert relative_error(torch.func.jvp(loss, (start.detach(),), (direction,))[1], (expected * direction).sum()) <= 10 * tight
+
+
 def test_functional_calls_and_checkpointing(model: Dsv4, ids: Tensor):
     expected = model(ids)
     parameters = dict(model.named_parameters())
