@@ -45,13 +45,9 @@ class Value:
         """Dotted path from the model; `layer` is needed for the values of a block."""
         is_of_block = "{i}" in self.module
         if is_of_block and layer is None:
-            raise ValueError(
-                f"{self.name} is a value of each block: got layer=None, give its number"
-            )
+            raise ValueError(f"{self.name} is a value of each block: got layer=None, give its number")
         if layer is not None and not is_of_block:
-            raise ValueError(
-                f"{self.name} is a value of the model: got layer={layer}, expected None"
-            )
+            raise ValueError(f"{self.name} is a value of the model: got layer={layer}, expected None")
         return ".".join(part for part in (self.module.format(i=layer), self.name) if part)
 
 
@@ -230,15 +226,9 @@ def absent(name: str, layer_type: str, mlp_type: str) -> str | None:
             "compressed_sparse_attention and heavily_compressed_attention blocks"
         )
     if module == INDEXER and layer_type != CSA:
-        return (
-            f"a {layer_type} block has no indexer; the value exists on "
-            "compressed_sparse_attention blocks"
-        )
+        return f"a {layer_type} block has no indexer; the value exists on compressed_sparse_attention blocks"
     if name == "router_selection_scores" and mlp_type == HASH_MOE:
-        return (
-            "a hash_moe block chooses experts by token id and selects by no score; the value "
-            "exists on moe blocks"
-        )
+        return "a hash_moe block chooses experts by token id and selects by no score; the value exists on moe blocks"
     return None
 
 
@@ -274,9 +264,7 @@ def all_names(config: Dsv4Config) -> list[str]:
     return [*model[:entered], *blocks, *model[entered:]]
 
 
-def sizes(
-    config: Dsv4Config, layer: int | None, batch: int, seq: int, past: int = 0
-) -> dict[str, int]:
+def sizes(config: Dsv4Config, layer: int | None, batch: int, seq: int, past: int = 0) -> dict[str, int]:
     """Length of each axis token in one call of [batch, seq] tokens after `past` in a KV cache.
 
     `layer` is the block whose key and entry axes are meant; None leaves those tokens out. A sliding

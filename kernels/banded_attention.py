@@ -58,7 +58,7 @@ def banded_attention_op(
 ) -> Tensor:
     """`banded_attention`, the fields of `reach` one by one."""
     reach = Reach(window, query_positions, token_positions, gap, rate)
-    return _in_chunks(queries, tokens, entries, sinks, reach, selection, scale)
+    return _in_chunks(queries, tokens, entries, sinks, reach, selection, scale).contiguous()
 
 
 @banded_attention_op.register_fake
@@ -96,7 +96,7 @@ def banded_attention_gradient(
             d_tokens[:, first : first + part.shape[1]] += part
         if entries is not None:
             chunk.add_to_entries(found, d_entries)
-    d_tokens = plan.without_padding(d_tokens)
+    d_tokens = plan.without_padding(d_tokens).contiguous()
     return d_queries.to(queries.dtype), d_tokens.to(tokens.dtype), d_entries.to(tokens.dtype), d_sinks.to(sinks.dtype)
 
 

@@ -247,3 +247,17 @@ def test_softmax_with_sink_sums_to_one_with_the_sink():
     blind, nothing = softmax_with_sink(torch.full((1, 4), -torch.inf), torch.tensor([-torch.inf]))
     assert blind.tolist() == [[0.0] * 4]
     assert nothing.tolist() == [0.0]
+
+
+@pytest.mark.parametrize(("s", "entries", "kept"), [(7, 0, None), (190, 0, None), (190, 60, 2)])
+def test_the_registered_ops_say_what_they_return(s: int, entries: int, kept: int | None):
+    """Shapes, dtypes and strides of the fake implementations, which a compiler builds on."""
+    given = problem(random.Random(s), s, 20, entries, kept)
+    reach = given["reach"]
+    tensors = (given["queries"], given["tokens"], given["entries"], given["sinks"], given["selection"])
+    places = (reach.query_positions, reach.token_positions, reach.window, reach.gap, reach.rate)
+    checks = ("test_schema", "test_faketensor")
+    arguments = (*tensors, *places, given["scale"])
+    torch.library.opcheck(banded.banded_attention_op, arguments, test_utils=checks)
+    grad = torch.randn_like(given["queries"])
+    torch.library.opcheck(banded.banded_attention_gradient, (grad, *arguments), test_utils=checks)

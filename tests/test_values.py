@@ -109,10 +109,7 @@ def test_names_of_a_model_in_forward_order():
     assert names[:3] == ["input_ids", "attention_mask", "token_embeddings"]
     after = ["readout_weights", "readout", "final_norm_output", "lm_head_output", "logits"]
     assert names[-6:] == [*after, "next_token_probs"]
-    blocks = [
-        [name.removeprefix(f"layers.{i}.") for name in names if name.startswith(f"layers.{i}.")]
-        for i in range(3)
-    ]
+    blocks = [[name.removeprefix(f"layers.{i}.") for name in names if name.startswith(f"layers.{i}.")] for i in range(3)]
     assert blocks[0] == HASH_SLIDING_BLOCK
     more = {
         "mlp.router_selection_scores",
