@@ -126,7 +126,7 @@ class Compiling:
             object.__setattr__(self, "_modules_seen", (self._revision, hooks, children))
         return not (any(hooks) or any("forward" in m.__dict__ for m, _, _ in children))
 
-    def capacity_for(self, tokens: int) -> int:
+    def _capacity_for(self, tokens: int) -> int:
         """max_length of a cache that is built for so many tokens of a row: a compiled step is made for each, so there are few of them."""
         return tokens if self._compiled_step is None else max(LEAST_SPAN, 1 << (tokens - 1).bit_length())
 

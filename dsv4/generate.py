@@ -215,7 +215,7 @@ class _Run:
         model, penalty = self.model, self.sampling.repetition_penalty
         ids, mask = self.inputs.ids, self.inputs.valid
         if self.kv is None and self.limit:
-            self.kv = model.new_kv_cache(self.rows, model.capacity_for(self.longest + self.limit), rewind=0)
+            self.kv = model.new_kv_cache(self.rows, model._capacity_for(self.longest + self.limit), rewind=0)
         seen = None
         for step in range(self.limit):
             logits = self._forward(ids, mask, step)
