@@ -76,27 +76,11 @@ def decode_attention(
     _check(queries, tokens, entries, sinks, selection, query_positions, token_positions, window, rate)
     given = queries, tokens, entries, sinks, selection, query_positions, token_positions, window, rate, scale
     if backend == "torch":
-        return decode_attention_torch(*given)
+        return decode_attention_reference(*given)
     reason = refusal(backend, queries.device, queries.dtype, queries.shape[-1])
     if reason is not None:
         raise ValueError(f'backend="{backend}": {reason}; use backend="torch" (of a model: model.use_kernels("torch"))')
     return fused_decode_attention(*given)
-
-
-def decode_attention_torch(
-    queries: Tensor,
-    tokens: Tensor,
-    entries: Tensor | None,
-    sinks: Tensor,
-    selection: Tensor | None,
-    query_positions: Tensor,
-    token_positions: Tensor,
-    window: int,
-    rate: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """`decode_attention` in plain torch."""
-    return decode_attention_reference(queries, tokens, entries, sinks, selection, query_positions, token_positions, window, rate, scale)
 
 
 @torch.library.custom_op("dsv4::decode_attention", mutates_args=())

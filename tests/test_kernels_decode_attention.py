@@ -14,7 +14,6 @@ from torch import Tensor
 from dsv4.kernels.decode_attention import (
     decode_attention,
     decode_attention_reference,
-    decode_attention_torch,
     fused_decode_attention,
 )
 from dsv4.kernels.reach import Reach
@@ -129,7 +128,7 @@ def interpreted():
         yield run
 
 
-@pytest.mark.parametrize("attend", [decode_attention_reference, decode_attention_torch], ids=["reference", "torch"])
+@pytest.mark.parametrize("attend", [decode_attention_reference, decode_attention], ids=["reference", "torch"])
 @pytest.mark.parametrize("name", CASES)
 def test_plain_torch(name: str, attend):
     case = CASES[name]
