@@ -7,7 +7,9 @@ raw     reads of 8 MB, one after another, of the files that hold experts, after 
 pages   every expert's pages in turn, asked for ahead and touched once as a run reads them, but neither decoded nor multiplied;
 disk    loading with device_map={"": "disk"} under RLIMIT_DATA (own memory may grow by --share of the model), pages dropped; a prefill that
         meets most experts, then decoding. Then the same again with the pages in memory;
-resident the same runs with every weight in memory, without a limit.
+resident the same runs with every weight in memory, without a limit;
+guess   how often the guess of a block's experts is right, token by token: the demo's trained model on text of its own, and a random model
+        of 256 experts, 6 for a token.
 Bytes read are those that the system fetched from storage for the process (/proc/self/io), readahead included. The last line is JSON.
 """
 
@@ -135,6 +137,52 @@ def resident(folder: str, args: dict) -> dict:
     return {f"resident_{name}": v for name, v in run(folder, args, {}, None).items()}
 
 
+def guess(folder: str, args: dict) -> dict:
+    from dsv4 import Dsv4, Dsv4Config
+    from dsv4.demo import checkpoint_folder
+
+    torch.set_num_threads(args["threads"])
+    random = Dsv4Config.tiny(hidden_size=256, num_hidden_layers=8, n_routed_experts=256, num_experts_per_tok=6, moe_intermediate_size=32)
+    trained = Dsv4.from_pretrained(checkpoint_folder(), progress=False, dtype=torch.float32)
+    starts = torch.randint(5, trained.vocab_size, (8, 4), generator=torch.Generator().manual_seed(0))
+    text = trained.generate(starts, 188, temperature=1.0, seed=list(range(8)), eos_token_id=None)
+    found = {}
+    for name, model, ids in (("trained", trained, text), ("random", Dsv4.from_config(random, seed=0), starts % random.vocab_size)):
+        found |= {f"guess_{name}_{what}": share for what, share in guessed_right(model, ids).items()}
+    return found
+
+
+@torch.no_grad()
+def guessed_right(model, ids: torch.Tensor) -> dict[str, float]:
+    """Means over the blocks that route by score: `all`, share of a token's experts that its guess has; `asked`, share of them that are
+    asked for; `right`, share of what is asked for that is used. `all` of other guesses: `before`, this router on what the mixture of the
+    block before reads; `last`, the experts of the token before; `chance`, any.
+    """
+    from dsv4.lookahead import TOKENS, believed_of, likely
+
+    names = ["layers.*.layer_input", "layers.*.mlp_norm_output", "layers.*.mlp.expert_indices"]
+    _, cache = model.run_with_cache(ids, names, max_bytes=None)
+    rows, others, k = [], [], model.top_k
+    for i, block in enumerate(model.layers):
+        if i and block.mlp.scoring != "hash":
+            used, router = cache["expert_indices", i], block.mlp.router
+            # As many at a time as a guess looks at.
+            parts = cache["layer_input", i].flatten(0, 1).split(TOKENS)
+            chosen = torch.cat([likely(block, part.unsqueeze(0)) for part in parts]).view(used.shape)
+            rows.append(is_among(chosen, used).mean((0, 1)))
+            before = router.choose(router.selection_scores(router.scores(router.logits(cache["mlp_norm_output", i - 1]))))
+            others.append(torch.stack([is_among(before, used).mean(), is_among(used[:, :-1], used[:, 1:]).mean()]))
+    ranks, (before, last) = torch.stack(rows).mean(0), torch.stack(others).mean(0).tolist()
+    believed = ranks[: believed_of(k)]
+    found = {"all": ranks.mean().item(), "asked": believed.sum().item() / k, "right": believed.mean().item()}
+    return found | {"before": before, "last": last, "chance": k / model.num_experts}
+
+
+def is_among(chosen: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
+    """[... k] float64: which of those chosen are used."""
+    return (chosen.unsqueeze(-1) == used.unsqueeze(-2)).any(-1).double()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="small")
@@ -154,7 +202,7 @@ def main() -> None:
         result = {"device": platform.processor() or platform.machine(), "torch": torch.__version__, "model": args.model, **given}
         result["model_MB"] = nbytes / 1e6
         context = multiprocessing.get_context("spawn")
-        for stage in (raw, pages, disk, resident):
+        for stage in (raw, pages, disk, resident, guess):
             with context.Pool(1) as pool:
                 result |= pool.apply(stage, (str(folder), given))
         result["pages_of_raw"] = result["pages_MB_s"] / result["raw_cold_MB_s"]

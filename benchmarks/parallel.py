@@ -5,6 +5,7 @@
 First both models' logits are compared; without agreement nothing is timed. Overhead: one process, the plain model and one given a mesh of
 one process, in turn, forward of --tokens tokens and decoding steps; the ratio of each pair's CPU time, its median with a 95 % bootstrap
 interval. Scaling: one thread for each process, all of them on this machine: a check that nothing is far off, and no figure of speed.
+Experts: the mixture of one block in both forms (docs/parallel.md), whatever the rule would take, with the bytes that it counts.
 The last line is JSON.
 """
 
@@ -126,9 +127,26 @@ def worker(tokens: int, rounds: int) -> None:
         step()
     forward = statistics.median(seconds(lambda: model(ids)) for _ in range(rounds))
     decode = statistics.median(seconds(step) for _ in range(rounds))
-    held = sum(p.nbytes for p in model.parameters())
+    found = {"processes": size, "forward_ms": round(forward * 1e3, 2), "decode_ms": round(decode * 1e3, 2)}
+    found |= {"bytes": sum(p.nbytes for p in model.parameters())} | (experts(model, tokens, rounds) if size > 1 else {})
     if dist.get_rank() == 0:
-        print(json.dumps({"processes": size, "forward_ms": round(forward * 1e3, 2), "decode_ms": round(decode * 1e3, 2), "bytes": held}))
+        print(json.dumps(found))
+
+
+def experts(model: Dsv4, tokens: int, rounds: int) -> dict:
+    """Both forms of one mixture: milliseconds, and the bytes that the rule counts for each."""
+    bank, draw = model.layers[0].mlp.experts, torch.Generator().manual_seed(0)
+    x, weights = torch.randn(1, tokens, model.hidden_size, generator=draw), torch.rand(1, tokens, model.top_k, generator=draw)
+    indices = torch.rand(1, tokens, model.num_experts, generator=draw).topk(model.top_k).indices
+    gather, rows = (lambda: bank.gathered(x, indices, weights, None)), (lambda: bank.sent(x, indices, weights, None))
+    error = relative_error(rows(), gather())
+    assert error <= AGREEMENT, f"the two forms differ by {error:.2g}; nothing is timed"
+    medians = {name: statistics.median(seconds(run) for _ in range(rounds)) for name, run in (("gather", gather), ("rows", rows))}
+    moved = bank.traffic(x, indices)
+    return {
+        **{f"experts_{name}_ms": round(median * 1e3, 2) for name, median in medians.items()},
+        **{"experts_gather_bytes": moved.gather, "experts_rows_bytes": moved.all_to_all, "taken": moved.form},
+    }
 
 
 def scaling(size: int, tokens: int, rounds: int) -> dict:
@@ -169,6 +187,11 @@ def main() -> None:
     for row in found["scaling"]:
         print(
             f"{row['processes']} processes: forward {row['forward_ms']} ms, step {row['decode_ms']} ms, {row['bytes'] / 2**20:.1f} MiB each"
+        )
+    for row in found["scaling"][1:]:
+        print(
+            f"{row['processes']} processes, experts of {args.tokens} tokens: gathered {row['experts_gather_ms']} ms "
+            f"({row['experts_gather_bytes']:,} B), rows sent {row['experts_rows_ms']} ms ({row['experts_rows_bytes']:,} B)"
         )
     print(json.dumps(found))
 

@@ -5,18 +5,26 @@
     gather   parts along an axis -> the whole                  backward: each process takes its part
     scatter  the whole -> each process's part                  backward: parts are gathered
     deliver  what one process has -> the whole                 backward: to that process
+    cut      the whole -> each process's slice                 backward: slices are joined
+    join     slices -> the whole                               backward: each process takes its slice
+    send     rows for each process -> the rows from each       backward: gradients go back where the rows came from
 
+Parts are of equal size; slices are runs of rows, the last ones shorter or empty.
 A whole value has a whole gradient, equal on every process: that of a loss which each process computes for itself. So nothing is scaled
-by the number of processes. All of it is DTensor's redistribution over a DeviceMesh of one dimension. Gradients of gradients are refused.
+by the number of processes. All but `send` is DTensor's redistribution over a DeviceMesh of one dimension. Gradients of gradients are
+refused.
 """
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn.functional import pad
 
 from dsv4.kernels.numeric import wide
+from dsv4.traffic import slice_size
 
 
 def enter(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -59,6 +67,34 @@ def deliver(x: Tensor, holder: int, mesh: DeviceMesh) -> Tensor:
     return _to(_as(mine, mesh, Partial()), Replicate())
 
 
+def cut(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The whole [n ...] -> this process's slice of its rows."""
+    size = slice_size(len(x), mesh.size())
+    first = min(mesh.get_local_rank() * size, len(x))
+    if torch.is_grad_enabled() and x.requires_grad:
+        return scatter(_padded(x, size * mesh.size()), 0, mesh)[: min(size, len(x) - first)]
+    return x[first : first + size]
+
+
+def join(x: Tensor, rows: int, mesh: DeviceMesh) -> Tensor:
+    """Slices, as `cut` makes them -> the whole [rows ...]."""
+    return gather(_padded(x, slice_size(rows, mesh.size())), 0, mesh)[:rows]
+
+
+def send(x: Tensor, there: list[int], here: list[int], mesh: DeviceMesh) -> Tensor:
+    """Rows [n ...] in the order of the processes they go to, there[r] of them to process r -> rows in the order of those they come from,
+    here[r] from process r.
+
+    A process that has no rows to send, or gets none, takes part.
+    """
+    return _once(wait_tensor(all_to_all_single_autograd(x.contiguous(), here, there, mesh)))
+
+
+def send_counts(counts: Tensor, mesh: DeviceMesh) -> Tensor:
+    """[processes ...] int64, row r for process r -> row r from process r."""
+    return wait_tensor(all_to_all_single(counts.contiguous(), None, None, mesh))
+
+
 def part_of(x: Tensor, axis: int, mesh: DeviceMesh) -> Tensor:
     """This process's part of a tensor, as a view; no gradient passes between processes."""
     size = x.shape[axis] // mesh.size()
@@ -69,6 +105,10 @@ def embedding(ids: Tensor, rows: Tensor, mesh: DeviceMesh) -> Tensor:
     """ids [...] -> [... width], of a table whose rows [vocab / processes, width] are dealt out in order."""
     found = torch.nn.functional.embedding(_as(ids, mesh, Replicate()), _as(rows, mesh, Shard(0)))
     return _to(found, Replicate())
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    return x if len(x) == rows else pad(x, (0, 0) * (x.dim() - 1) + (0, rows - len(x)))
 
 
 def _as(x: Tensor, mesh: DeviceMesh, placement) -> DTensor:

@@ -7,7 +7,7 @@ copy is made when it is taken.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -69,38 +69,66 @@ class Hot:
         self._lift = Lift(device)
         self._held: OrderedDict[Hashable, list[Tensor | None]] = OrderedDict()
         self._coming: dict[Hashable, Future] = {}
+        # Of those that are coming, the ones that nobody may take.
+        self._guesses: set[Hashable] = set()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="dsv4-hot") if device == CPU or device.type == "cuda" else None
         self._lock = threading.RLock()
 
     def __deepcopy__(self, memo) -> "Hot":
         return Hot(self.device, self.budget)
 
-    def ahead(self, key: Hashable, load: Load) -> None:
-        """Begin to copy unless it is there or coming."""
+    def ahead(self, key: Hashable, load: Load, *, is_guess: bool = False) -> None:
+        """Begin to copy unless it is there or coming. is_guess: `settle` may call it off."""
         with self._lock:
             if self._worker is not None and key not in self._held and key not in self._coming:
                 self._coming[key] = self._worker.submit(lambda: self._lift(load()))
+                if is_guess:
+                    self._guesses.add(key)
 
     def take(self, key: Hashable, load: Load) -> list[Tensor | None]:
         """The copies. What a background copy raised is raised here."""
         with self._lock:
             self.taken += 1
-            held = self._held.pop(key, None)
-            if held is None:
-                self.missed += 1
-                coming = self._coming.pop(key, None)
-                if coming is None and self._worker is not None:
-                    coming = self._worker.submit(lambda: self._lift(load()))
-                held = self._arrived(*(self._lift(load()) if coming is None else coming.result()))
+            held = self._held.get(key)
+            if held is not None:
+                self._held.move_to_end(key)
+                return held
+            self.missed += 1
+            self._guesses.discard(key)
+            coming = self._coming.pop(key, None)
+            if coming is None and self._worker is not None:
+                coming = self._worker.submit(lambda: self._lift(load()))
+        # Without the lock: others ask ahead while this one waits.
+        found = self._lift(load()) if coming is None else coming.result()
+        with self._lock:
+            held = self._arrived(*found)
             self._keep(key, held)
             return held
+
+    def settle(self, wanted: Set[Hashable]) -> None:
+        """Guesses that are not wanted are called off; those already made may stay where there is room, and are the first to go."""
+        with self._lock:
+            for key in self._guesses - wanted:
+                coming = self._coming[key]
+                if coming.cancel() or coming.done():
+                    self._end_guess(key)
 
     def adopt(self) -> None:
         """Take in what was copied ahead and never taken (a hook sent the tokens elsewhere)."""
         with self._lock:
-            for key, coming in list(self._coming.items()):
-                del self._coming[key]
-                self._keep(key, self._arrived(*coming.result()))
+            for key in list(self._coming):
+                if key in self._guesses:
+                    self._coming[key].cancel()
+                    self._end_guess(key)
+                else:
+                    self._keep(key, self._arrived(*self._coming.pop(key).result()))
+
+    def _end_guess(self, key: Hashable) -> None:
+        self._guesses.discard(key)
+        coming = self._coming.pop(key)
+        # What a copy raised that nobody wanted is nobody's business.
+        if not coming.cancelled() and coming.exception() is None:
+            self._keep(key, self._arrived(*coming.result()), is_first_to_go=True)
 
     def _arrived(self, held: list[Tensor | None], event) -> list[Tensor | None]:
         if event is not None:
@@ -113,8 +141,11 @@ class Hot:
         self.nbytes += _nbytes(held)
         return held
 
-    def _keep(self, key: Hashable, held: list[Tensor | None]) -> None:
+    def _keep(self, key: Hashable, held: list[Tensor | None], *, is_first_to_go: bool = False) -> None:
+        self.nbytes -= _nbytes(self._held.pop(key, []))
         self._held[key] = held
+        if is_first_to_go:
+            self._held.move_to_end(key, last=False)
         while self.nbytes > self.budget and self._held:
             self.nbytes -= _nbytes(self._held.popitem(last=False)[1])
 

@@ -8,7 +8,7 @@ no gradient; activations and routing weights do, of every order: the backward pa
 Axes: E experts, I neurons, H width, n row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from dsv4.experts import Experts, StoredExperts
 from dsv4.hot import Hot
-from dsv4.kernels.grouped_experts import CHUNK, ROWS, Stored, grouped_experts, slots_in_order, sort_by_expert, swiglu
+from dsv4.kernels.fp8_activations import as_quantized
+from dsv4.kernels.grouped_experts import CHUNK, ROWS, Stored, grouped_experts, is_deployed, slots_in_order, sort_by_expert, swiglu
 from dsv4.kernels.grouped_linear import decode, groups
 from dsv4.kernels.numeric import wide
 
@@ -51,11 +52,13 @@ class OffloadedExperts(Experts):
     """
 
     is_offloaded = True
+    # Who guessed what this bank will be asked for (dsv4.lookahead.Lookahead), and has to know what it is.
+    lookahead = None
 
     def __init__(self, bank: Experts, device: torch.device, hot: Hot | None, kept_dtype: torch.dtype | None):
         nn.Module.__init__(self)
         self.num_experts, self.neurons, self.width = bank.num_experts, bank.neurons, bank.width
-        self.limit, self.backend, self.form = bank.limit, bank.backend, bank.form
+        self.limit, self.backend, self.form, self.numerics = bank.limit, bank.backend, bank.form, bank.numerics
         self.device, self.hot, self.kept_dtype = device, hot, kept_dtype
 
     @property
@@ -76,7 +79,9 @@ class OffloadedExperts(Experts):
         if self.backend == "triton":
             # The device code reads one bank: that of the experts hit, numbered anew.
             hit, local = indices.unique(return_inverse=True)
-            return grouped_experts(x, local, weights, self.compact(hit.tolist(), x.dtype), self.limit, self.backend)
+            experts = hit.tolist()
+            self.used(experts)
+            return grouped_experts(x, local, weights, self.compact(experts, x.dtype), self.limit, self.backend, numerics=self.numerics)
         t, k = indices.shape
         step = max(1, max(CHUNK // self.width, ROWS * self.num_experts) // k)
         parts = [self._of_chunk(*(each[i : i + step] for each in (x, indices, weights))) for i in range(0, max(t, 1), step)]
@@ -84,9 +89,18 @@ class OffloadedExperts(Experts):
 
     def _of_chunk(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         order, ends = sort_by_expert(indices, self.num_experts)
-        gate, up = self.gate_up(x.index_select(0, order // indices.shape[-1]), ends).chunk(2, dim=-1)
-        slots = slots_in_order(self.down(swiglu(gate, up, self.limit), ends), order).unflatten(0, indices.shape)
+        rounded = self._rounding()
+        gate, up = self.gate_up(rounded(x.index_select(0, order // indices.shape[-1])), ends).chunk(2, dim=-1)
+        slots = slots_in_order(self.down(rounded(swiglu(gate, up, self.limit)), ends), order).unflatten(0, indices.shape)
         return (weights.unsqueeze(-2) @ wide(slots)).squeeze(-2)
+
+    def _rounding(self) -> Callable[[Tensor], Tensor]:
+        """What becomes of the rows that a matrix multiplies."""
+        if not is_deployed(self.numerics):
+            return lambda rows: rows
+        if self.form != "fp8":
+            raise ValueError(f'numerics="deployed" is for fp8 experts, and these are {self.form}; use numerics="exact"')
+        return as_quantized
 
     def gate_up(self, rows: Tensor, ends: Tensor) -> Tensor:
         return Brought.apply(rows, ends, self, "gate_up_proj", False)
@@ -126,15 +140,24 @@ class OffloadedExperts(Experts):
         if self.hot is None:
             return self.home.parts(leaf, expert)
         parts = self.home.parts(leaf, expert)
-        copies = iter(self.hot.take((id(self), leaf, expert), lambda: _flat(parts)))
+        copies = iter(self.hot.take(self.key(leaf, expert), lambda: _flat(parts)))
         return [(next(copies), next(copies), grids) for _, _, grids in parts]
 
-    def ahead(self, leaf: str, expert: int) -> None:
-        """One expert is about to be used."""
+    def ahead(self, leaf: str, expert: int, *, is_guess: bool = False) -> None:
+        """One expert is about to be used, or likely to be."""
         if self.hot is None:
             self.home.ahead(leaf, expert)
         else:
-            self.hot.ahead((id(self), leaf, expert), lambda: _flat(self.home.parts(leaf, expert)))
+            self.hot.ahead(self.key(leaf, expert), lambda: _flat(self.home.parts(leaf, expert)), is_guess=is_guess)
+
+    def key(self, leaf: str, expert: int) -> tuple[int, str, int]:
+        """Of a copy among the hot ones."""
+        return id(self), leaf, expert
+
+    def used(self, experts: Sequence[int]) -> None:
+        """The tokens go to these."""
+        if self.lookahead is not None:
+            self.lookahead.used(self, experts)
 
     def dequantized(self, dtype: torch.dtype = torch.bfloat16) -> Experts:
         """The dense bank on the device, new parameters."""
@@ -181,9 +204,9 @@ class HostExperts(OffloadedExperts):
         scale = self._parameters.get(f"{leaf}_scale_inv")
         return [(self._parameters[leaf].detach()[expert], None if scale is None else scale.detach()[expert], self.grids[leaf])]
 
-    def ahead(self, leaf: str, expert: int) -> None:
+    def ahead(self, leaf: str, expert: int, *, is_guess: bool = False) -> None:
         if self.hot is not None:
-            super().ahead(leaf, expert)
+            super().ahead(leaf, expert, is_guess=is_guess)
 
     def check(self, leaf: str, expert: int, parts: list[Part], decoded: Tensor) -> None:
         """Loading has checked it."""
@@ -215,6 +238,7 @@ class Brought(torch.autograd.Function):
     @staticmethod
     def forward(rows: Tensor, ends: Tensor, bank: OffloadedExperts, leaf: str, transposed: bool) -> Tensor:
         hits = groups(ends)
+        bank.used([expert for expert, _, _ in hits])
         for expert, _, _ in hits[:AHEAD]:
             bank.ahead(leaf, expert)
         width = {("gate_up_proj", False): 2 * bank.neurons, ("down_proj", True): bank.neurons}.get((leaf, transposed), bank.width)

@@ -18,6 +18,7 @@ from dsv4.convert.plan import Source
 from dsv4.convert.reader import Checkpoint
 from dsv4.experts import Experts
 from dsv4.hot import Hot
+from dsv4.lookahead import Lookahead, can_guess
 from dsv4.offload import LEAVES, DiskExperts, HostExperts, OffloadedExperts
 from dsv4.placement import (
     BANK,
@@ -43,7 +44,7 @@ HASH_AHEAD = 64
 
 
 class Placed:
-    """A model's placement: `main` device, `devices` of the blocks, `hot` copies by device."""
+    """A model's placement: `main` device, `devices` of the blocks, `hot` copies by device, `lookahead` (None: nothing is guessed)."""
 
     def __init__(self, placement: Placement, checkpoint: Checkpoint, dtype: torch.dtype, native: bool, budget: int | None):
         self.placement, self.checkpoint, self.dtype, self.native = placement, checkpoint, dtype, native
@@ -59,6 +60,7 @@ class Placed:
         given = {device: placement.hot.get(device, 0) if budget is None else budget for device in offloading}
         self.hot = {torch.device(device): Hot(torch.device(device), budget) for device, budget in given.items()}
         self.shelves: dict[str, Shelf] = {}
+        self.lookahead: Lookahead | None = Lookahead()
         self._calls: dict[torch.device, Call] = {}
         self._call = lambda: None
 
@@ -128,6 +130,9 @@ class Placed:
         streamed = [name for name in ordered if name in self.shelves]
         after = dict(zip(streamed, streamed[1:] + streamed[:1], strict=True)) if len(streamed) > 1 else {}
         crosses = any(device != self.main for device in self.devices)
+        for block in model.layers:
+            if isinstance(block.mlp.experts, OffloadedExperts):
+                block.mlp.experts.lookahead = self.lookahead
         for i, name in enumerate(ordered):
             if self.shelves or self.hot or crosses or self._hash_banks(model):
                 shelf, following = self.shelves.get(name), self.shelves.get(after.get(name, ""))
@@ -151,7 +156,9 @@ class Placed:
         # Hooks at the block's points ask the stage where their tokens are.
         if model.stage.call is call and call is not None:
             model.stage.call = self._on(call, device)
-        moved = (self._on(arg, device) if isinstance(arg, Call) else arg.to(device) if isinstance(arg, Tensor) else arg for arg in args)
+        moved = [self._on(arg, device) if isinstance(arg, Call) else arg.to(device) if isinstance(arg, Tensor) else arg for arg in args]
+        if self.lookahead is not None and can_guess(block):
+            self.lookahead.guess(block, next(arg for arg in moved if isinstance(arg, Tensor)))
         # Where no weight of a block requires a gradient the graph begins at its input, so that its values have gradients.
         return tuple(differentiable(arg) if shelf is not None and isinstance(arg, Tensor) else arg for arg in moved)
 

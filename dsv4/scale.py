@@ -7,6 +7,7 @@ Rules of the count:
 - What is not on the device crosses the link from the host, from disk both links; of offloaded experts a share that is hot copies does not.
 - Blocks run one after another. Links work at the same time at best, so that the slowest bounds the step; streams cross between devices
   on top.
+- As many processes over one mesh exchange what `dsv4.traffic` counts, for the experts of one block; that is no part of the step above.
 """
 
 import re
@@ -16,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from dsv4.call import OVERLAPPING, kept_projections
 from dsv4.config import Dsv4Config
 from dsv4.placement import DISK, FREE_SHARE, HOST, Placement, Room, Unit, arrange, as_bytes, official_bytes, size, units_of
+from dsv4.traffic import ALL_TO_ALL, GATHER, Traffic, traffic
 
 BFLOAT16, FLOAT32 = 2, 4
 
@@ -43,7 +45,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Scale:
-    """A worked plan. seconds: the bound of a step; by link, the time of each alone."""
+    """A worked plan. seconds: the bound of a step; by link, the time of each alone. exchanged: tokens of a forward -> bytes that each GPU's
+    process sends for the experts of a block, where a mesh deals them out to all GPUs.
+    """
 
     title: str
     placement: Placement
@@ -55,6 +59,7 @@ class Scale:
     by_link: Mapping[str, float]
     rates: Rates
     link_of: Mapping[str, str]
+    exchanged: Mapping[int, Traffic]
 
     def lines(self) -> list[str]:
         plan, total = self.placement, sum(self.placement.cached.values())
@@ -76,6 +81,12 @@ class Scale:
                 table.append((LINKS[self.link_of[name]], size(nbytes), f"at {size(rate)}/s", f"{1000 * self.by_link[name]:.2f} ms"))
         out += ["  " + line for line in aligned(table)]
         out.append(f"  at least {1000 * self.seconds:.2f} ms a step, at most {self.rows / self.seconds:,.1f} tokens/s")
+        if self.exchanged:
+            out += ["", f"the experts of a block over {len(self.rooms)} processes (mesh=), sent by each in a forward"]
+            table = [("", GATHER, ALL_TO_ALL, "taken")]
+            for count, moved in self.exchanged.items():
+                table.append((f"{count:,} token{'s' if count > 1 else ''}", size(moved.gather), size(moved.all_to_all), moved.form))
+            out += ["  " + line for line in aligned(table)]
         return out
 
     def as_dict(self) -> dict:
@@ -91,6 +102,7 @@ class Scale:
             "step_bytes": asdict(self.step),
             "step_seconds": self.seconds,
             "tokens_per_second": self.rows / self.seconds,
+            "expert_exchange_bytes": {str(count): {**asdict(moved), "form": moved.form} for count, moved in self.exchanged.items()},
         }
 
 
@@ -192,7 +204,16 @@ def scale(
     by_link = {name: amount / getattr(rates, link_of[name]) for name, amount in asdict(step).items()}
     seconds = max(by_link[name] for name in ("resident", "pcie", "disk")) + by_link["nvlink"]
     shown = tuple(rooms) or (Room(HOST, host),)
-    return Scale(title, plan, shown, rows, tokens, step, seconds, by_link, rates, link_of)
+    exchanged = exchanges(config, len(gpus), (rows, tokens))
+    return Scale(title, plan, shown, rows, tokens, step, seconds, by_link, rates, link_of, exchanged)
+
+
+def exchanges(config: Dsv4Config, processes: int, counts: Sequence[int]) -> dict[int, Traffic]:
+    """Tokens of a forward -> what `dsv4.traffic` counts, in bfloat16; nothing where experts cannot be dealt out to so many processes."""
+    experts = config.n_routed_experts
+    if processes < 2 or experts % processes:
+        return {}
+    return {count: traffic(count, config.num_experts_per_tok, config.hidden_size, processes, experts, BFLOAT16) for count in counts}
 
 
 def layer_of(unit: Unit) -> int:

@@ -9,9 +9,11 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from dsv4.collectives import embedding, enter, gather, reduce
+from dsv4.collectives import cut, embedding, enter, gather, join, reduce, send, send_counts
 from dsv4.kernels.grouped_experts import grouped_experts, slots_in_order, sort_by_expert
 from dsv4.kernels.index_scores import CHUNK, closed_entries, index_head_scores, select_entries
+from dsv4.kernels.numeric import wide
+from dsv4.traffic import ALL_TO_ALL, Traffic, traffic
 
 
 class Shards:
@@ -105,9 +107,10 @@ class IndexHeads(Shards):
 
 
 class ExpertShare(Shards):
-    """Some of the routed experts, in order. Each process computes the slots of its own; outputs are added up.
+    """Some of the routed experts, in order, each process those of its own. Tokens and experts meet in one of two forms, whichever costs
+    fewer bytes by the rule of `dsv4.traffic`.
 
-    `num_experts` counts all of them. The values of the spelled-out way are whole on every process.
+    `num_experts` counts all of them. The values of the spelled-out way are whole on every process, which takes the form that gathers.
     """
 
     @property
@@ -118,16 +121,49 @@ class ExpertShare(Shards):
     def share(self) -> int:
         return self.num_experts // self.shards.size()
 
+    def traffic(self, x: Tensor, indices: Tensor) -> Traffic:
+        """Of one mixture of x [b s H] and indices [b s k]."""
+        (b, s, k), processes = indices.shape, self.shards.size()
+        return traffic(b * s, k, x.shape[-1], processes, self.num_experts, x.dtype.itemsize)
+
     def forward(self, x: Tensor, indices: Tensor, weights: Tensor, valid: Tensor | None = None) -> Tensor:
+        way = self.sent if self.traffic(x, indices).form == ALL_TO_ALL else self.gathered
+        return way(x, indices, weights, valid)
+
+    def gathered(self, x: Tensor, indices: Tensor, weights: Tensor, valid: Tensor | None) -> Tensor:
+        """Every process computes the slots of its own experts, of all tokens; outputs are added up."""
         rows, token, own, counts = self._own_slots(x, indices, valid)
         weight = enter(weights, self.shards).flatten(0, 1).t()[own].unsqueeze(-1)
         chosen = (indices.flatten(0, 1).t()[own] - self.first).unsqueeze(-1)
-        out = grouped_experts(rows, chosen, weight, self.stored(x.dtype), self.limit, self.backend, numerics=self.numerics)
+        out = self._computed(rows, chosen, weight)
         total = out.new_zeros(x.shape[0] * x.shape[1], x.shape[2])
         # Slot by slot: each adds to a token once, so that the order of the sum is that of the slots.
         for place, part in zip(token.split(counts), out.split(counts), strict=True):
             total = total.index_add(0, place, part)
         return reduce(total, self.shards).view(x.shape)
+
+    def sent(self, x: Tensor, indices: Tensor, weights: Tensor, valid: Tensor | None) -> Tensor:
+        """Every process takes a slice of the tokens and sends the row of each slot to the process that has its expert; what comes back
+        is weighted and added up in slot order, rounded to x's dtype, and joined.
+        """
+        mesh, tokens, k = self.shards, x.shape[0] * x.shape[1], indices.shape[-1]
+        own, chosen, weight = (cut(t.flatten(0, 1), mesh) for t in (x, indices, weights))
+        order, ends = sort_by_expert(chosen, self.num_experts, None if valid is None else cut(valid.flatten(), mesh))
+        # Sorted by expert is sorted by process; padding comes last and stays.
+        counts = ends.diff(prepend=ends.new_zeros(1)).long().view(mesh.size(), self.share)
+        coming = send_counts(counts, mesh)
+        there, here = torch.stack((counts.sum(1), coming.sum(1))).tolist()
+        order = order[: sum(there)]
+        rows = send(own.index_select(0, order // k), there, here, mesh)
+        expert = torch.arange(self.share, device=x.device).repeat(mesh.size()).repeat_interleave(coming.flatten(), output_size=sum(here))
+        out = self._computed(rows, expert.unsqueeze(-1), weights.new_ones(len(rows), 1)).to(x.dtype)
+        slots = out.new_zeros(chosen.numel(), x.shape[-1]).index_copy(0, order, send(out, here, there, mesh))
+        total = (weight.unsqueeze(-2) @ wide(slots.unflatten(0, (len(own), k)))).squeeze(-2)
+        return wide(join(total.to(x.dtype), tokens, mesh)).view(x.shape)
+
+    def _computed(self, rows: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
+        """rows [n H] through experts [n 1], of this process's numbering -> [n H] float32, weighted [n 1]."""
+        return grouped_experts(rows, expert, weight, self.stored(rows.dtype), self.limit, self.backend, numerics=self.numerics)
 
     def slot_gate_up(self, x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         rows, _, own, _ = self._own_slots(x, indices)

@@ -30,7 +30,7 @@ GROUPS = {
     "call": {"call", "inputs"},
     "layers": {
         *("float32", "norm", "rope", "linear", "hyper_connection", "compressor", "indexer"),
-        *("attention", "router", "experts", "moe", "block"),
+        *("attention", "attention_step", "router", "experts", "moe", "block"),
     },
     "watching": {
         *("activation_cache", "budget", "capture", "interventions", "lens", "loss", "steps"),
@@ -45,8 +45,8 @@ GROUPS = {
     "model": {
         *("model", "initialize", "kv_cache", "tape", "slots", "generate", "sampling", "loading"),
         *("compiling", "fixed_cache"),
-        *("placement", "scale", "placed", "offload", "shelves", "hot"),
-        *("collectives", "parallel_plan", "sharded", "mesh_stage", "pipeline", "parallel"),
+        *("placement", "scale", "placed", "offload", "shelves", "hot", "lookahead"),
+        *("traffic", "collectives", "parallel_plan", "sharded", "mesh_stage", "pipeline", "parallel"),
         "pretrained",
     },
     "programs": {

@@ -1,19 +1,21 @@
 """Weights that stay on the host or in the checkpoint's files: the same numbers as a resident model, to the last bit."""
 
 import copy
+import threading
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dsv4 import Dsv4, Dsv4Config
+from dsv4 import Dsv4, Dsv4Config, lookahead
 from dsv4.convert import CheckpointError
 from dsv4.experts import Experts, Fp4Experts
 from dsv4.hot import Hot
-from dsv4.offload import DiskExperts, HostExperts, OffloadedExperts
-from dsv4.testing import assert_close
+from dsv4.lookahead import TOKENS, likely
+from dsv4.offload import LEAVES, DiskExperts, HostExperts, OffloadedExperts
+from dsv4.testing import assert_close, relative_error
 from dsv4.testing_checkpoints import Recipe, make_checkpoint
-from dsv4.testing_uses import USES, every_value, gradients, one_token_at_a_time, patching
+from dsv4.testing_uses import USES, every_value, gradients, one_token_at_a_time, patching, unwatched
 
 CONFIG = Dsv4Config.tiny(hidden_size=64, moe_intermediate_size=32, num_hidden_layers=4, num_hash_layers=2)
 RECIPES = {
@@ -331,7 +333,7 @@ def test_hash_blocks_are_asked_for_before_they_run(folders, monkeypatch):
     log = []
     for i, layer in enumerate(model.layers):
         bank = layer.mlp.experts
-        monkeypatch.setattr(bank, "ahead", lambda leaf, expert, i=i: log.append((i, expert)))
+        monkeypatch.setattr(bank, "ahead", lambda leaf, expert, i=i, **more: log.append((i, expert)))
         layer.register_forward_pre_hook(lambda module, args, i=i: log.append(f"block {i}"))
     ids = torch.tensor([[3, 5, 7, 3]])
     model(ids)
@@ -340,6 +342,166 @@ def test_hash_blocks_are_asked_for_before_they_run(folders, monkeypatch):
         table = model.layers[i].mlp.router.tid2eid
         wanted = set(table[ids].flatten().tolist())
         assert {e for entry in before if isinstance(entry, tuple) and entry[0] == i for e in [entry[1]]} == wanted
+
+
+def copying(folder, budget, **more):
+    """A model whose experts are copied as on a GPU, here in another part of the memory; the copies."""
+    model, hot = Dsv4.from_pretrained(folder, experts="disk", **more), Hot(torch.device("cpu"), budget)
+    for layer in model.layers:
+        layer.mlp.experts.hot = hot
+    return model, hot
+
+
+def test_blocks_that_score_are_guessed_before_they_attend(folders, monkeypatch):
+    model, _ = copying(folders("fp4"), 0)
+    log = []
+    for i, layer in enumerate(model.layers):
+        bank, ahead = layer.mlp.experts, layer.mlp.experts.ahead
+
+        def asked_for(leaf, expert, i=i, ahead=ahead, is_guess=False):
+            if is_guess:
+                log.append((i, leaf, expert))
+            ahead(leaf, expert, is_guess=is_guess)
+
+        monkeypatch.setattr(bank, "ahead", asked_for)
+        layer.self_attn.register_forward_pre_hook(lambda module, args, i=i: log.append(f"attention {i}"))
+    _, cache = model.run_with_cache(torch.tensor([[3, 5, 7, 3]]), ["layers.*.layer_input", "layers.*.mlp.expert_indices"])
+    right = total = 0
+    for i in (2, 3):
+        chosen = likely(model.layers[i], cache["layer_input", i])
+        assert chosen.shape == (4, 2)
+        asked = log[log.index(f"attention {i - 1}") + 1 : log.index(f"attention {i}")]
+        experts = set(chosen.flatten().tolist())
+        assert {block for block, *_ in asked} == {i}
+        assert {leaf for _, leaf, _ in asked} == set(LEAVES)
+        assert {expert for *_, expert in asked} == experts
+        right += len(experts & set(cache["expert_indices", i].flatten().tolist()))
+        total += len(experts)
+    assert {entry[0] for entry in log if isinstance(entry, tuple)} == {2, 3}
+    assert (model.placed.lookahead.right, model.placed.lookahead.guessed) == (right, total)
+
+
+def test_pages_are_not_guessed(folders):
+    model = Dsv4.from_pretrained(folders("fp4"), experts="disk")
+    model([[3, 5, 7, 3]])
+    assert model.placed.lookahead.guessed == 0
+
+
+def test_a_guess_is_the_router_s_choice_where_the_attention_adds_nothing(folders):
+    model = Dsv4.from_pretrained(folders("fp4"), dtype=torch.float32)
+    streams = torch.randn(1, 9, 4, 64)
+    for block in model.layers[2:]:
+        _, _, normed = block.read("mlp", streams)
+        router = block.mlp.router
+        assert torch.equal(likely(block, streams), router.choose(router.selection_scores(router.scores(router.logits(normed))))[0])
+    assert likely(model.layers[2], torch.randn(2, 100, 4, 64)).shape[0] <= TOKENS
+
+
+@pytest.mark.parametrize("budget", [0, 5_000])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_guess_changes_no_number(folders, monkeypatch, budget, wrong):
+    """Nor does a wrong one: experts that no token uses."""
+    resident = Dsv4.from_pretrained(folders("fp4"), dtype=torch.float32)
+    model, hot = copying(folders("fp4"), budget, dtype=torch.float32)
+    if wrong:
+        monkeypatch.setattr(lookahead, "likely", lambda block, streams: (likely(block, streams) + 1) % 8)
+    for use in (every_value, gradients, unwatched, one_token_at_a_time):
+        assert_same(use(model), use(resident))
+    found = model.placed.lookahead
+    found.guessed = found.right = 0
+    for token in range(12):
+        assert_same(model([[token]]), resident([[token]]))
+    assert found.guessed == 12 * 2 * 2
+    assert (found.right < found.guessed / 2) == wrong
+    hot.adopt()
+    assert hot.nbytes <= hot.budget
+
+
+def test_a_guess_reaches_no_hook(folders):
+    model, _ = copying(folders("fp4"), 0)
+    calls = []
+    block = model.layers[3]
+    for module in block.modules():
+        module.register_forward_hook(lambda *args: calls.append(args[0]))
+    names = [name for name in model.hook_dict if name.startswith("layers.3.")]
+    counts = []
+    for guesses in (model.placed.lookahead, None):
+        model.placed.lookahead = guesses
+        calls.clear()
+        with model.hooks([(name, lambda value, hook: calls.append(hook)) for name in names]):
+            model([[3, 5, 7]])
+        counts.append(list(map(id, calls)))
+    assert counts[0] == counts[1]
+
+
+def test_guesses_are_called_off():
+    hot = Hot(torch.device("cpu"), 2 * 40)
+    started, go = threading.Event(), threading.Event()
+
+    def load(e):
+        if e == "first":
+            started.set()
+            go.wait()
+        if e == "damaged":
+            raise CheckpointError("damaged")
+        return [torch.full((10,), 1.0)]
+
+    hot.take("kept", lambda: load("kept"))
+    hot.take("also kept", lambda: load("also kept"))
+    for e in ("first", "right", "wrong", "damaged"):
+        hot.ahead(e, lambda e=e: load(e), is_guess=True)
+    started.wait()
+    # The first is under way, two have not begun, one is wanted.
+    hot.settle({"right"})
+    go.set()
+    hot.take("right", lambda: load("right"))
+    assert hot.moved == 3 * 40
+    # Made and not wanted: there is no room, so that it goes and nothing else does.
+    hot.settle(set())
+    assert hot.moved == 4 * 40
+    before = hot.missed
+    for e in ("also kept", "right"):
+        hot.take(e, lambda e=e: load(e))
+    assert hot.missed == before
+    hot.ahead("damaged", lambda: load("damaged"), is_guess=True)
+    hot.adopt()
+    hot.ahead("damaged", lambda: load("damaged"), is_guess=True)
+    with pytest.raises(CheckpointError, match="damaged"):
+        hot.take("damaged", lambda: load("damaged"))
+
+
+@pytest.mark.parametrize("experts", ["host", "disk"])
+@pytest.mark.parametrize("recipe", ["fp8", "fp8, float32 scales"])
+def test_deployed_numerics_of_offloaded_banks(folders, recipe, experts):
+    """Rows are rounded to E4M3 as in a resident bank, to the last bit; gradients take the rounding for the identity in both."""
+    models = [Dsv4.from_pretrained(folders(recipe), dtype=torch.float32, experts=e) for e in ("resident", experts)]
+    plain = unwatched(models[0])
+    for model in models:
+        for layer in model.layers:
+            layer.mlp.experts.numerics = "deployed"
+    found, expected = unwatched(models[1]), unwatched(models[0])
+    assert_same(found, expected)
+    assert relative_error(expected[0], plain[0]) > 1e-4
+    x, weights, indices = torch.randn(2, 5, 64), torch.rand(2, 5, 2), torch.randint(0, 4, (2, 5, 1)) + torch.tensor([0, 4])
+    valid = torch.ones(2, 5, dtype=torch.bool).index_fill(1, torch.tensor([0]), False)
+    results = []
+    for model in models:
+        given = x.clone().requires_grad_()
+        out = model.layers[3].mlp.experts(given, indices, weights, valid)
+        results += [out, *torch.autograd.grad(out.square().sum(), given)]
+    assert_same(results[2:], results[:2])
+
+
+@pytest.mark.parametrize("recipe", ["fp4", "bf16"])
+@pytest.mark.parametrize("experts", ["resident", "host", "disk"])
+def test_deployed_numerics_are_for_fp8(folders, recipe, experts):
+    model = Dsv4.from_pretrained(folders(recipe), experts=experts)
+    model.layers[1].mlp.experts.numerics = "deployed"
+    with pytest.raises(ValueError, match='numerics="deployed" is for fp8 experts, and these are'):
+        model([[3, 5]])
+    model.layers[1].mlp.experts.numerics = "served"
+    with pytest.raises(ValueError, match="expected one of 'exact', 'deployed'"):
+        model([[3, 5]])
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dsv4 import Dsv4, Dsv4Config, collectives, mesh_stage
+from dsv4 import Dsv4, Dsv4Config, collectives, mesh_stage, sharded
 from dsv4.config import CSA, HASH_MOE, HCA, MOE, SLIDING
 from dsv4.convert.layout import layout
 from dsv4.parallel import parallelize
@@ -27,6 +27,7 @@ from dsv4.testing import agree, assert_close, assert_gradients_close, random_con
 from dsv4.testing_checkpoints import Recipe, make_checkpoint
 from dsv4.testing_parallel import Group, run_group
 from dsv4.testing_probes import changed, leaf, padded_batch, writable
+from dsv4.traffic import ALL_TO_ALL, GATHER, Traffic
 from dsv4.values import VALUES
 
 FILE = Path(__file__)
@@ -36,9 +37,12 @@ MESHES = {
     "ep2": ((2,), ("ep",)),
     "pp2": ((2,), ("pp",)),
     "tp4": ((4,), ("tp",)),
+    "ep4": ((4,), ("ep",)),
     "pp2tp2": ((2, 2), ("pp", "tp")),
     "ep2tp2": ((2, 2), ("ep", "tp")),
 }
+# Behind the name of a mesh: every mixture sends rows to and fro, as large ones do, however small it is.
+SENT = "-sent"
 SPREAD = "spread"
 RANDOM_MODELS = 8
 # In a process of a group: the mesh of the check that runs.
@@ -49,7 +53,10 @@ def run(item: str) -> None:
     """One check, "mesh:check", in a process of a group."""
     mesh, name = item.split(":")
     USED.append(mesh)
-    globals()[name]()
+    with pytest.MonkeyPatch.context() as patch:
+        if mesh.endswith(SENT):
+            patch.setattr(sharded, "traffic", lambda *sizes: Traffic(gather=1 << 60, all_to_all=0))
+        globals()[name]()
 
 
 def config(**overrides) -> Dsv4Config:
@@ -79,7 +86,7 @@ class Case:
 
 @functools.cache
 def mesh_of(name: str) -> DeviceMesh:
-    sizes, names = MESHES[name]
+    sizes, names = MESHES[name.removesuffix(SENT)]
     return init_device_mesh("cpu", sizes, mesh_dim_names=names)
 
 
@@ -89,7 +96,7 @@ def case() -> Case:
 
 @functools.cache
 def case_of(name: str) -> Case:
-    mesh = mesh_of(name)
+    mesh = mesh_of(name.removesuffix(SENT))
     spread = parallelize(Dsv4.from_config(config(), seed=0), mesh)
     whole = Dsv4.from_config(config(), seed=0)
     ids, mask = padded_batch(whole.vocab_size)
@@ -164,6 +171,93 @@ def check_gathered_while_listened():
         logits(model, [("layers.1.mlp.mlp_neurons", lambda value, hook: None)])
     is_there = 1 in model.spread.layers and model.spread.dims.tp is not None
     assert len(put_together) == is_there
+
+
+@torch.no_grad()
+def check_which_form():
+    """Few tokens are gathered and many send rows; a mixture whose inner values someone listens to gathers, and that one alone."""
+    model, sends = case().spread, []
+    if model.spread.dims.ep is None:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded, "send", lambda *args: sends.append(args[1:3]) or collectives.send(*args))
+        held, ranks = len(model.spread.layers), model.layers[model.spread.layers[0]].mlp.experts.shards.size()
+        is_there = 1 in model.spread.layers
+        logits(model)
+        assert len(sends) == (2 * held if USED[-1].endswith(SENT) else 0)
+        assert all(len(there) == len(here) == ranks for there, here in sends)
+        sends.clear()
+        logits(model, [("layers.1.mlp.expert_outputs", lambda value, hook: None)])
+        assert len(sends) == (2 * (held - is_there) if USED[-1].endswith(SENT) else 0)
+        sends.clear()
+        # What else there is of a mixture is whole on every rank in both forms.
+        names = [f"layers.*.mlp.{name}" for name in ("router_scores", "expert_indices", "expert_weights", "routed_output", "mlp_output")]
+        (_, wanted), (_, found) = both(lambda m: m.run_with_cache(case().ids, names, attention_mask=case().mask))
+        assert len(sends) == (2 * held if USED[-1].endswith(SENT) else 0)
+    for name, value in wanted.items():
+        assert_close(found[name].double(), value.double(), SPREAD, name)
+        assert all(torch.equal(found[name], other) for other in on_every_rank(found[name])), name
+    assert torch.equal(logits(model), logits(model))
+
+
+def banks(**sizes):
+    """The experts of a block that this rank's stage has: all of them, and this rank's."""
+    wide = config(num_hidden_layers=2, layer_types=[SLIDING] * 2, mlp_layer_types=[MOE] * 2, **sizes)
+    whole, spread = Dsv4.from_config(wide, seed=0), parallelize(Dsv4.from_config(wide, seed=0), case().mesh)
+    return [model.layers[spread.spread.layers[0]].mlp.experts for model in (whole, spread)]
+
+
+def mixed(bank, x, indices, weights, valid=None):
+    """Output, and gradients of activations, routing weights and this rank's experts."""
+    bank.zero_grad(set_to_none=True)
+    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    out = bank(x, indices, weights, valid)
+    (out * torch.linspace(-1.0, 1.0, out.numel()).view(out.shape)).sum().backward()
+    return out.detach(), x.grad, weights.grad, *(p.grad for p in bank.parameters())
+
+
+def mixtures_agree(whole, own, *given):
+    expected, actual = mixed(whole, *given), mixed(own, *given)
+    for one, other in zip(actual[:3], expected[:3], strict=True):
+        assert_close(one, other, "spread gradient")
+    for one, other in zip(actual[3:], expected[3:], strict=True):
+        part = other[own.first : own.first + own.share]
+        assert_close(one, part, "spread gradient") if part.abs().max() > 0 else torch.testing.assert_close(one, part)
+
+
+def check_mixtures_of_any_size():
+    """Fewer tokens than ranks, tokens that do not divide, every token to one rank, ranks of padding; gradients too."""
+    if case().spread.spread.dims.ep is None:
+        return
+    whole, own = banks()
+    draw = torch.Generator().manual_seed(0)
+    for tokens in (1, 2, 3, 5, 13):
+        x, weights = torch.randn(1, tokens, whole.width, generator=draw), torch.rand(1, tokens, 2, generator=draw)
+        spread_out = torch.stack([torch.randperm(8, generator=draw)[:2] for _ in range(tokens)]).view(1, tokens, 2)
+        some, first, none = torch.rand(1, tokens, generator=draw) < 0.6, torch.arange(tokens).view(1, -1) < 1, torch.zeros(1, tokens) > 0
+        for indices in (spread_out, torch.tensor([0, 1]).expand(1, tokens, 2), torch.full((1, tokens, 2), 7)):
+            for valid in (None, some, first, none):
+                mixtures_agree(whole, own, x, indices.contiguous(), weights, valid)
+
+
+@torch.no_grad()
+def check_mixture_by_size():
+    """Nothing forced: the rule itself, above and below its border, in a mixture of one slot."""
+    if case().spread.spread.dims.ep is None or USED[-1].endswith(SENT):
+        return
+    whole, own = banks(hidden_size=1024, num_experts_per_tok=1, n_routed_experts=4)
+    forms = {}
+    for tokens in (1, 64, 2304):
+        x, weights = torch.randn(1, tokens, 1024, generator=torch.Generator().manual_seed(0)), torch.ones(1, tokens, 1)
+        indices = torch.arange(tokens).view(1, tokens, 1) % 4
+        forms[tokens] = own.traffic(x, indices).form
+        sends = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sharded, "send", lambda *args, sends=sends: sends.append(1) or collectives.send(*args))
+            assert_close(own(x, indices, weights), whole(x, indices, weights), SPREAD)
+        assert len(sends) == {GATHER: 0, ALL_TO_ALL: 2}[forms[tokens]]
+    # Four ranks save bytes; two do not, in float32.
+    assert forms == {1: GATHER, 64: GATHER, 2304: ALL_TO_ALL if own.shards.size() == 4 else GATHER}
 
 
 @torch.no_grad()
@@ -672,6 +766,21 @@ def ends_by_a_kill():
     logits(case().spread, [("layers.1.mlp.mlp_neurons", dies)])
 
 
+def ends_by_a_kill_among_rows():
+    """A rank that is killed when the others have sent it rows and wait for theirs."""
+    sends = []
+
+    def dies(*args):
+        sends.append(1)
+        if dist.get_rank() == 1 and len(sends) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return collectives.send(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded, "send", dies)
+        logits(case().spread)
+
+
 def ends_by_a_rank_that_waits():
     """A rank that does not come: the others wait as long as the group was told to, whatever the mesh."""
 
@@ -685,16 +794,26 @@ def ends_by_a_rank_that_waits():
 CHECKS = [name for name in globals() if name.startswith("check_")]
 SLOW = ("check_all_edits", "check_each_value_alone", "check_other_files", "check_random_models", "check_replaced_by_itself")
 FEW = ("check_values", "check_edits_in_place", "check_gradients", "check_cache", "check_hook_that_raises", "check_runs_that_differ")
-# What the default run makes, by processes; the slow one makes every check on every mesh. The last item ends the group.
+WITH_ROWS = (*FEW, "check_which_form", "check_edits", "check_gradients_of_values", "check_gradients_through_codes", "check_generate")
+# What the default run makes, by group: its name begins with the number of processes. The slow run makes every check on every mesh. The
+# last item ends the group.
 USUAL = {
-    2: (
+    "2": (
         *(f"tp2:{name}" for name in CHECKS if name not in SLOW),
         *(f"{mesh}:{name}" for mesh in ("ep2", "pp2") for name in ("check_values", "check_gradients")),
         "tp2:ends_by_a_kill",
     ),
-    4: (
+    "2, rows sent": (
+        *(f"ep2{SENT}:{name}" for name in (*WITH_ROWS, "check_mixtures_of_any_size")),
+        f"tp2{SENT}:check_files",
+        f"ep2{SENT}:ends_by_a_kill_among_rows",
+    ),
+    "4": (
         *(f"pp2tp2:{name}" for name in (*FEW, "check_files")),
-        *("tp4:check_values", "tp4:check_gradients", "ep2tp2:check_values", "pp2tp2:ends_by_a_hook"),
+        *("tp4:check_values", "tp4:check_gradients", "ep2tp2:check_values"),
+        *(f"ep4{SENT}:{name}" for name in ("check_which_form", "check_gradients")),
+        *("ep4:check_mixture_by_size", f"ep2tp2{SENT}:check_which_form", f"pp2tp2{SENT}:check_which_form", f"pp2tp2{SENT}:check_gradients"),
+        "pp2tp2:ends_by_a_hook",
     ),
 }
 # Seconds that a group waits whose rank does not come, and after which its processes must have ended.
@@ -702,34 +821,35 @@ SHORT, GIVEN_UP = 8, 60
 
 
 def processes_of(mesh: str) -> int:
-    return torch.Size(MESHES[mesh][0]).numel()
+    return torch.Size(MESHES[mesh.removesuffix(SENT)][0]).numel()
 
 
 @pytest.fixture(scope="session")
 def group(tmp_path_factory):
-    """A group that made the items of USUAL, by processes; started once."""
+    """A group that made the items of USUAL, by its name; started once."""
 
     @functools.cache
-    def of(processes: int) -> Group:
-        return run_group(FILE, processes, USUAL[processes], tmp_path_factory.mktemp(f"group{processes}"))
+    def of(name: str) -> Group:
+        return run_group(FILE, int(name[0]), USUAL[name], tmp_path_factory.mktemp(f"group{name[0]}"))
 
     return of
 
 
-@pytest.mark.parametrize(("processes", "item"), [(n, item) for n, items in USUAL.items() for item in items[:-1]])
-def test_as_one_process(group, processes, item):
-    said = group(processes).results[item]
-    assert said == [None] * processes, "\n".join(filter(None, said))
+@pytest.mark.parametrize(("name", "item"), [(name, item) for name, items in USUAL.items() for item in items[:-1]])
+def test_as_one_process(group, name, item):
+    said = group(name).results[item]
+    assert said == [None] * int(name[0]), "\n".join(filter(None, said))
 
 
-def test_a_killed_process_ends_the_others(group):
-    killed = group(2)
+@pytest.mark.parametrize("name", ["2", "2, rows sent"])
+def test_a_killed_process_ends_the_others(group, name):
+    killed = group(name)
     assert killed.codes == [1, -signal.SIGKILL], killed.printed
-    assert killed.results["tp2:ends_by_a_kill"][0].startswith("Traceback")
+    assert killed.results[USUAL[name][-1]][0].startswith("Traceback")
 
 
 def test_a_hook_that_raises_ends_every_process(group):
-    ended = group(4)
+    ended = group("4")
     assert ended.codes == [1] * 4
     said = ended.results["pp2tp2:ends_by_a_hook"]
     assert all("the hook's own trouble" in text and "in breaks" in text for text in said)
@@ -741,7 +861,7 @@ def test_a_hook_that_raises_ends_every_process(group):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [*MESHES, *(f"{mesh}{SENT}" for mesh in MESHES if mesh != "pp2")])
 def test_as_one_process_in_full(tmp_path, mesh):
     for item, said in run_group(FILE, processes_of(mesh), [f"{mesh}:{name}" for name in CHECKS], tmp_path).results.items():
         assert said == [None] * processes_of(mesh), f"{item}:\n" + "\n".join(filter(None, said))
@@ -968,3 +1088,4 @@ def test_the_benchmark_runs():
     found = json.loads(ran.stdout.strip().splitlines()[-1])
     assert set(found["overhead"]) == {"forward", "decode"}
     assert [row["processes"] for row in found["scaling"]] == [1, 2, 4]
+    assert all(row["experts_gather_ms"] > 0 and row["experts_rows_ms"] > 0 for row in found["scaling"][1:])

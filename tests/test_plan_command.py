@@ -14,9 +14,11 @@ from dsv4.convert import inspect_checkpoint
 from dsv4.placement import official_bytes
 from dsv4.scale import Rates, experts_hit, gpu_bytes, kv_bytes, kv_read, scale, token_count
 from dsv4.testing_checkpoints import Recipe, make_checkpoint
+from dsv4.traffic import ALL_TO_ALL, EXCHANGE, GATHER, traffic
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = (ROOT / "docs" / "scale.md").read_text()
+PARALLEL = (ROOT / "docs" / "parallel.md").read_text()
 FENCES = re.findall(r"```console\n\$ dsv4 (plan [^\n]*)\n(.*?)```", DOCS, re.DOTALL)
 TINY = Dsv4Config.tiny(hidden_size=64, moe_intermediate_size=32)
 GB = 10**9
@@ -95,9 +97,30 @@ def test_a_step_is_counted_by_hand():
     assert host.step.pcie == used
     disk = scale(TINY, sizes, [tight], GB, title="t", tokens=100, experts="disk")
     assert disk.step.disk == disk.step.pcie == used
+    assert whole.exchanged == {}
     two = scale(TINY, sizes, [GB, GB], GB, title="t", rows=3)
+    assert {n: moved.form for n, moved in two.exchanged.items()} == {3: GATHER, 8192: GATHER}
+    assert scale(TINY, sizes, [GB] * 3, GB, title="t").exchanged == {}
     # There and back: streams in bfloat16.
     assert two.step.nvlink == 2 * 3 * TINY.hc_mult * TINY.hidden_size * 2
+
+
+def test_the_exchange_of_experts_is_counted_by_hand():
+    """Flash on 8 processes: 19 tokens are slices of 3; one process has the rest of the rows elsewhere in 7 of 8 cases."""
+    found = traffic(tokens=19, top_k=6, hidden=4096, processes=8, experts=256)
+    assert found.gather == 2 * 7 * 19 * 4096 * 4 // 8
+    assert found.all_to_all == 2 * 7 * 3 * 6 * 4096 * 2 // 8 + 7 * 3 * 4096 * 2 + 7 * 32 * 8
+    assert traffic(19, 6, 4096, 8, 256, width=4).all_to_all == 2 * (found.all_to_all - 7 * 32 * 8) + 7 * 32 * 8
+    for processes in (2, 4, 8, 16, 32):
+        for width in (2, 4):
+            forms = [traffic(tokens, 6, 4096, processes, 256, width).form for tokens in (1, 64, 1 << 20)]
+            # Rows pay from 2k/3 processes in bfloat16, from 2k in float32, and never for a few tokens.
+            assert forms == [GATHER, GATHER, ALL_TO_ALL if processes > {2: 4, 4: 12}[width] else GATHER]
+    border = next(n for n in range(1, 10_000) if traffic(n, 6, 4096, 8, 256).form == ALL_TO_ALL)
+    fewer = traffic(border, 6, 4096, 8, 256)
+    assert fewer.gather - fewer.all_to_all > 3 * EXCHANGE
+    assert 290 < border < 310
+    assert "from about 300 tokens on" in PARALLEL
 
 
 def test_a_checkpoint_is_planned_from_its_headers(tmp_path, capsys):
