@@ -3,8 +3,12 @@
     python benchmarks/compiled.py [--arch sm_90] [--only TEXT]
 
 Prints registers of a thread, bytes that spill, shared memory of a program, tensor-core instructions (each as often as the code names it),
-how many programs fit a multiprocessor, and of one step of the loop the bytes read from memory and the operations per byte. No device is
-needed, and nothing is timed. REGISTRY names the kernels: a title and a function that gives their specs for an architecture.
+how many programs fit a multiprocessor, and of one step of the loop the bytes read from memory and the operations per byte. Of a kernel
+that is to run at the speed of memory two more, calculated: the bytes under way on a multiprocessor while a step waits, as a share of what
+memory needs to be busy (its speed times its latency), and the issue slots that the step's instructions take of those there are at that
+speed. Memory's speed is in reach where the first is 1 or more and the second is below 1; one over the second is the share that issue alone
+leaves. No device is needed, and nothing is timed. REGISTRY names the kernels: a title and a function that gives their specs for an
+architecture.
 """
 
 import argparse
@@ -20,6 +24,11 @@ CAPABILITY = {"sm_80": 80, "sm_90": 90, "sm_100": 100}
 SHARED, SHARED_EACH = {"sm_80": 164 << 10, "sm_90": 228 << 10, "sm_100": 228 << 10}, 1 << 10
 REGISTERS, THREADS, REGISTERS_OF_WARP = 65536, 2048, 256
 PRODUCTS = ("wgmma.mma_async", "mma.sync", "tcgen05.mma")
+# Published bytes per second of memory, multiprocessors, clocks per second (A100 80 GB, H200, B200); seconds that a read takes, assumed.
+MEMORY = {"sm_80": (2.04e12, 108, 1.41e9), "sm_90": (4.8e12, 132, 1.755e9), "sm_100": (8.0e12, 148, 1.85e9)}
+LATENCY = 700e-9
+# Instructions that a multiprocessor issues in a clock, each for a warp.
+ISSUED = 4
 WIDTH = 512
 
 
@@ -31,6 +40,9 @@ class Spec:
         types: argument -> Triton's name of its type; aligned: integers that are multiples of 16.
         options: constants, num_warps and compiler options, as at the launch.
         step_bytes, step_operations: read from memory and computed by one program in one step of its loop (0: not counted).
+        step_written: bytes that it writes in one step.
+        ahead: steps that are read before they are needed (0: a kernel that is not to run at the speed of memory).
+        programs: of a launch on each multiprocessor, where it has fewer than fit.
     """
 
     name: str
@@ -40,6 +52,9 @@ class Spec:
     aligned: tuple[str, ...] = ()
     step_bytes: int = 0
     step_operations: int = 0
+    ahead: int = 0
+    programs: float = math.inf
+    step_written: int = 0
 
 
 def typed(kernel, pointers: Mapping[str, str], rest: str = "*bf16", floats: tuple[str, ...] = ("scale",)) -> dict[str, str]:
@@ -63,8 +78,8 @@ def attention(arch: str) -> Iterator[Spec]:
 
     def spec(name: str, kernel, launch, options: dict, products: int = 2, more_bytes: int = 0) -> Spec:
         named = f"{name}, {launch.heads} x {launch.keys}"
-        read = 2 * WIDTH * launch.keys + more_bytes
-        return Spec(named, kernel, typed(kernel, pointers), options, strides, read, 2 * products * launch.heads * launch.keys * WIDTH)
+        read, computed = 2 * WIDTH * launch.keys + more_bytes, 2 * products * launch.heads * launch.keys * WIDTH
+        return Spec(named, kernel, typed(kernel, pointers), options, strides, read, computed)
 
     for chosen, kind in ((True, "selected"), (False, "dense")):
         index = 8 * chosen
@@ -91,7 +106,13 @@ def attention(arch: str) -> Iterator[Spec]:
     yield Spec("decode, combine", kernel, typed(kernel, pointers), options, (), read, read // 2)
 
 
-REGISTRY: list[tuple[str, Callable[[str], Iterator[Spec]]]] = [("attention", attention)]
+def block(arch: str) -> Iterator[Spec]:
+    from compiled_block import specs
+
+    return specs(arch)
+
+
+REGISTRY: list[tuple[str, Callable[[str], Iterator[Spec]]]] = [("attention", attention), ("block", block)]
 
 
 def programs_per_processor(found: Resources, warps: int, arch: str) -> int:
@@ -103,12 +124,22 @@ def programs_per_processor(found: Resources, warps: int, arch: str) -> int:
     return min(limits)
 
 
+def at_the_speed_of_memory(spec: Spec, found: Resources, arch: str) -> tuple[float, float]:
+    """(bytes under way on a multiprocessor over what keeps memory busy, issue slots taken over those there are at that speed)."""
+    speed, processors, clocks = MEMORY[arch]
+    warps = spec.options["num_warps"]
+    under_way = min(spec.programs, programs_per_processor(found, warps, arch)) * spec.ahead * spec.step_bytes
+    of_step = (spec.step_bytes + spec.step_written) / (speed / processors / clocks)
+    return under_way / (speed / processors * LATENCY), found.looped * warps / ISSUED / of_step
+
+
 def row(spec: Spec, found: Resources, arch: str) -> str:
     warps = spec.options.get("num_warps", 4)
     products = ", ".join(f"{found.instructions[name]} {name.split('.')[0]}" for name in PRODUCTS if found.instructions[name]) or "none"
     cells = [spec.name, warps, found.registers, found.stack, f"{found.shared / 1024:.1f}", products]
     cells.append(programs_per_processor(found, warps, arch))
     cells += [f"{spec.step_bytes / 1024:.1f}", f"{spec.step_operations / spec.step_bytes:.3g}"] if spec.step_bytes else ["", ""]
+    cells += [f"{x:.2f}" for x in at_the_speed_of_memory(spec, found, arch)] if spec.ahead else ["", ""]
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
@@ -127,6 +158,8 @@ def main() -> int:
         "programs per SM",
         "KB per step",
         "operations per byte",
+        "under way / needed",
+        "issue slots",
     )
     print(f"{args.arch}, head width {WIDTH}\n")
     print("| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")

@@ -11,11 +11,12 @@ Scores and softmax are float32. Axes: b batch, s token of the call, k key, N hea
 import torch
 from torch import Tensor, nn
 
+from dsv4 import attention_step
 from dsv4.call import OVERLAPPING, Call
 from dsv4.compressor import Compressor
 from dsv4.config import Dsv4Config
 from dsv4.float32 import Float32
-from dsv4.hooks import HookPoint, Probed
+from dsv4.hooks import HookPoint, Probed, is_watched
 from dsv4.indexer import Indexer
 from dsv4.kernels.numeric import wide
 from dsv4.kernels.sparse_attention import mix_values, score_keys, softmax_with_sink, sparse_attention, visible_entries, visible_tokens
@@ -77,6 +78,8 @@ class SlidingAttention(Probed, Float32):
 
     def forward(self, x: Tensor, call: Call, kv=None) -> Tensor:
         """x [b s hidden], what the norm returned -> [b s hidden], what is written back to the streams."""
+        if kv is not None and kv.fixed and self.is_own_kind and attention_step.suits(self, x):
+            return attention_step.run(self, x, call, kv)
         tap = self.tap
         cos, sin = call.rotations[self.rope_kind]
         latent = tap.attention_query_latent(self.q_a_norm(self.q_a_proj(x)))
@@ -87,19 +90,29 @@ class SlidingAttention(Probed, Float32):
 
         attend = self.spelled if self.listened & FUSED_AWAY else self.fused
         mixed = attend(queries, tokens, entries, selection, call)
-        heads = tap.attention_head_outputs(self.q_b_norm.only_turned(mixed, cos, sin, back=True))
-        premix = tap.attention_premix(heads.flatten(2))
+        return self.output(self.q_b_norm.only_turned(mixed, cos, sin, back=True, is_free=True))
+
+    def output(self, heads: Tensor) -> Tensor:
+        """What the heads read, turned back [b s N D] -> [b s hidden]."""
+        tap = self.tap
+        premix = tap.attention_premix(tap.attention_head_outputs(heads).flatten(2))
         low_rank = tap.attention_low_rank_output(self.o_a_proj(premix))
         output = self.o_b_proj(low_rank.flatten(2))
         if self.attention_head_results.live:
             output = self.with_head_results(output, premix)
         return tap.attention_output(output)
 
+    @property
+    def is_own_kind(self) -> bool:
+        """Whether it is what this file defines, and no class over it."""
+        return type(self) is KINDS.get(self.layer_type)
+
     def queries(self, latent: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[b s q_lora_rank] -> [b s N D], normed and turned."""
         queries = self.q_b_proj(latent).unflatten(-1, (self.heads, self.width))
         if "attention_queries_unrotated" not in self.listened:
-            return self.q_b_norm.turned(queries, cos, sin)
+            is_free = type(self.q_b_proj) is Linear and not is_watched(self.q_b_proj)
+            return self.q_b_norm.turned(queries, cos, sin, is_free=is_free)
         queries = self.tap.attention_queries_unrotated(self.q_b_norm(queries).transpose(1, 2)).transpose(1, 2)
         return self.q_b_norm.only_turned(queries, cos, sin)
 
@@ -107,7 +120,7 @@ class SlidingAttention(Probed, Float32):
         """[b s hidden] -> this call's token keys [b s D], normed and turned, zeros at padding."""
         keys = self.kv_proj(x)
         if "attention_keys_unrotated" not in self.listened:
-            return self.kv_norm.turned(keys.unsqueeze(2), cos, sin, call.valid).squeeze(2)
+            return self.kv_norm.turned(keys.unsqueeze(2), cos, sin, None if call.whole else call.valid).squeeze(2)
         keys = self.tap.attention_keys_unrotated(self.kv_norm(keys).unsqueeze(1)).transpose(1, 2)
         return self.kv_norm.only_turned(keys, cos, sin).squeeze(2).masked_fill(~call.valid.unsqueeze(-1), 0.0)
 

@@ -19,6 +19,9 @@ from dsv4.norm import RMSNorm
 # Values of a read site that the read in one go does not have.
 HIDDEN = {site: frozenset(f"{site}_{value}" for value in ("hc_logits", "comb_start", "sinkhorn")) for site in ("attention", "mlp")}
 
+# Those that it has.
+SHOWN = {site: frozenset(f"{site}_{value}" for value in ("pre", "post", "comb", "collapsed")) for site in ("attention", "mlp")}
+
 
 class Blocks(nn.ModuleList):
     """The blocks in order."""
@@ -65,14 +68,18 @@ class Block(Probed):
         x = tap.layer_input(x)
         post, comb, normed = self.read("attention", x)
         out = self.self_attn(tap.attention_norm_output(normed), call, kv)
-        if self.layer_mid.live or self.listened & HIDDEN["mlp"]:
+        is_shown = self.layer_mid.live or bool(self.listened & HIDDEN["mlp"])
+        if is_shown:
             x = tap.layer_mid(self.attn_hc.write(x, comb, post, out))
             post, comb, normed = self.read("mlp", x)
         else:
             x, *values = self.ffn_hc.write_and_read(x, comb, post, out, self.post_attention_layernorm)
             post, comb, normed = self.shown("mlp", x, *values)
-        out = self.mlp(tap.mlp_input(tap.mlp_norm_output(normed)), call)
-        return tap.layer_output(self.ffn_hc.write(x, comb, post, out))
+        normed = tap.mlp_input(tap.mlp_norm_output(normed))
+        # A module of somebody else's may stand in the mixture's place.
+        if self.ffn_hc.backend == "triton" and getattr(self.mlp, "writes_in_one", False):
+            return tap.layer_output(self.mlp.write(normed, call, x, comb, post))
+        return tap.layer_output(self.ffn_hc.write(x, comb, post, self.mlp(normed, call), is_free=not is_shown))
 
     def read(self, site: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(post [b s n], comb [b s n n], normed [b s hidden]) of one read site."""
@@ -95,6 +102,8 @@ class Block(Probed):
         point returns, edited or not: by torch, so that a value replaced by itself changes nothing.
         """
         hc, norm = self.site(site)
+        if self.live.isdisjoint(SHOWN[site]):
+            return post, comb, norm(collapsed) if normed is None else normed
 
         def at(value: str):
             return getattr(self.tap, f"{site}_{value}")

@@ -34,7 +34,7 @@ class Windows:
         rate: tokens per entry. overlap: an entry also pools the window before it (CSA).
         total: entries that exist after the call (largest row). new: those closed by it (largest row).
         before, after: [b] entries of each row before and after; host_before, host_after: the same as plain numbers.
-        filled: [b e_new] bool, False where a row closes fewer.
+        entry: [b e_new] int64 number of each new entry. filled: [b e_new] bool, False where a row closes fewer.
         index: [b e_new m] column of each slot's token in (kept projections, this call's), of the row's first token where there is none;
             present: [b e_new m] bool.
         rotation: compress rope at each new entry's first token, [b e_new r/2] each.
@@ -49,11 +49,61 @@ class Windows:
     after: Tensor
     host_before: tuple[int, ...]
     host_after: tuple[int, ...]
+    entry: Tensor
     filled: Tensor
     index: Tensor
     present: Tensor
     rotation: Rotation
     kept: int
+
+
+@dataclass(frozen=True)
+class StepWindows:
+    """`Windows` of a step of fixed shape: those that its tokens can touch, closed or not. What only the usual way of a block asks for is
+    computed when it asks; slots are columns of the ring of projections.
+
+    Attributes:
+        past, lengths: [b] tokens of each row before and after. columns: of the ring. The others are those of `Windows`.
+    """
+
+    rate: int
+    overlap: bool
+    total: int
+    new: int
+    past: Tensor
+    lengths: Tensor
+    entry: Tensor
+    rotation: Rotation
+    columns: int
+    kept: int = 0
+    host_before: tuple[int, ...] = ()
+    host_after: tuple[int, ...] = ()
+
+    @once
+    def before(self) -> Tensor:
+        return self.past // self.rate
+
+    @once
+    def after(self) -> Tensor:
+        return self.lengths // self.rate
+
+    @once
+    def filled(self) -> Tensor:
+        return self.entry * self.rate < self.lengths.unsqueeze(1)
+
+    @once
+    def places(self) -> Tensor:
+        """[b e_new m] position of each slot's token."""
+        slots = torch.arange(-self.rate if self.overlap else 0, self.rate, device=self.past.device)
+        return self.entry.unsqueeze(-1) * self.rate + slots
+
+    @once
+    def present(self) -> Tensor:
+        return (self.places >= 0) & (self.places < self.lengths[:, None, None])
+
+    @once
+    def index(self) -> Tensor:
+        return self.places.clamp(min=0) % self.columns
 
 
 @dataclass(frozen=True)
@@ -65,7 +115,7 @@ class Call:
         start: [b] first real column. past, lengths: [b] tokens of each row before and after the call.
         earlier: [b w] int64 positions of the window tokens kept from before, right-aligned, -1 where a row has fewer.
         gap: largest left padding of a row that has earlier tokens.
-        host: the rows as plain numbers.
+        host: the rows as plain numbers. whole: every column is a token (False where that stands on the device alone).
         rotations: rope kind -> (cos, sin) at `positions`, [b s r/2] each. windows: layer type -> Windows.
     """
 
@@ -78,8 +128,9 @@ class Call:
     earlier: Tensor
     gap: int
     rotations: Mapping[str, Rotation]
-    windows: Mapping[str, Windows]
+    windows: Mapping[str, Windows | StepWindows]
     host: Host
+    whole: bool = False
 
     @property
     def lead(self) -> int:
@@ -134,12 +185,14 @@ def plan(config: Dsv4Config, rotary: Mapping[str, torch.nn.Module], input_ids: T
     lengths = [p + c for p, c in zip(past, counts, strict=True)]
     past_t, start_t, lengths_t = (torch.tensor(x, dtype=torch.int64, device=device) for x in (past, start, lengths))
     columns = torch.arange(s, device=device)
-    positions = (columns - start_t.unsqueeze(1) + past_t.unsqueeze(1)).masked_fill(~valid, -1)
+    positions = columns - start_t.unsqueeze(1) + past_t.unsqueeze(1)
+    whole = all(c == s for c in counts)
+    positions = positions if whole else positions.masked_fill(~valid, -1)
     w = max((min(p, config.sliding_window - 1) for p in past), default=0)
     earlier = past_t.unsqueeze(1) - torch.arange(w, 0, -1, device=device)
-    earlier = earlier.masked_fill(earlier < 0, -1)
+    earlier = earlier if all(p >= w for p in past) else earlier.masked_fill(earlier < 0, -1)
     windows = {
-        kind: _windows(config, kind, rotary["compress"], past, lengths, start_t)
+        kind: _windows(config, kind, rotary["compress"], past, lengths, start_t, past_t, lengths_t)
         for kind in dict.fromkeys(config.layer_types)
         if kind in config.compress_rates
     }
@@ -155,6 +208,7 @@ def plan(config: Dsv4Config, rotary: Mapping[str, torch.nn.Module], input_ids: T
         rotations={kind: rope(positions) for kind, rope in rotary.items()},
         windows=windows,
         host=Host(tuple(start), tuple(past), tuple(lengths)),
+        whole=whole,
     )
 
 
@@ -163,15 +217,14 @@ def kept_projections(rate: int, overlap: bool) -> int:
     return (2 if overlap else 1) * rate - 1
 
 
-def _windows(config: Dsv4Config, kind: str, rotary, past: list[int], lengths: list[int], start: Tensor) -> Windows:
+def _windows(config: Dsv4Config, kind: str, rotary, past: list[int], lengths: list[int], *numbers: Tensor) -> Windows:
+    """numbers: start, past and lengths on the device."""
     rate = config.compress_rates[kind]
     before, after = [p // rate for p in past], [n // rate for n in lengths]
-    numbers = (torch.tensor(x, dtype=torch.int64, device=start.device) for x in (past, lengths))
     return _windows_of(
         config,
         kind,
         rotary,
-        start,
         *numbers,
         new=max((a - b for a, b in zip(after, before, strict=True)), default=0),
         total=max(after, default=0),
@@ -185,6 +238,24 @@ def _windows_of(config, kind: str, rotary, start: Tensor, past: Tensor, lengths:
     """start, past, lengths: [b]; the sizes are the caller's."""
     rate, overlap = config.compress_rates[kind], kind == OVERLAPPING
     before, after = past // rate, lengths // rate
+    if new == 0:
+        none, slots = before.new_empty(len(before), 0), before.new_empty(len(before), 0, (2 if overlap else 1) * rate)
+        angles = rotary.frequencies.new_empty(len(before), 0, len(rotary.frequencies))
+        return Windows(
+            rate=rate,
+            overlap=overlap,
+            total=total,
+            new=new,
+            before=before,
+            after=after,
+            entry=none,
+            filled=none.bool(),
+            index=slots,
+            present=slots.bool(),
+            rotation=(angles, angles),
+            kept=kept,
+            **host,
+        )
     entry = before.unsqueeze(1) + torch.arange(new, device=start.device)
     filled = entry < after.unsqueeze(1)
     place = entry.unsqueeze(-1) * rate + torch.arange(-rate if overlap else 0, rate, device=start.device)
@@ -198,6 +269,7 @@ def _windows_of(config, kind: str, rotary, start: Tensor, past: Tensor, lengths:
         new=new,
         before=before,
         after=after,
+        entry=entry,
         filled=filled,
         index=torch.where(present, index, kept + start),
         present=present,
@@ -262,10 +334,7 @@ def plan_step(config: Dsv4Config, rotary: Mapping[str, torch.nn.Module], input_i
     valid = active.unsqueeze(1).expand(b, s)
     w = min(config.sliding_window - 1, kv.capacity)
     band = past.unsqueeze(1) + torch.arange(-w, s, device=past.device)
-    for ring in kv.rings:
-        ring.places = place % ring.buffer.shape[1]
-    for layer in kv.layers:
-        layer.keys.window = band.clamp(min=0) % layer.keys.buffer.shape[1]
+    kv.places.begin(place, band)
     windows = {
         kind: _step_windows(config, kind, rotary["compress"], past, after, s, kv)
         for kind in dict.fromkeys(config.layer_types)
@@ -289,26 +358,18 @@ def plan_step(config: Dsv4Config, rotary: Mapping[str, torch.nn.Module], input_i
     )
 
 
-def _step_windows(config: Dsv4Config, kind: str, rotary, past: Tensor, after: Tensor, s: int, kv) -> Windows:
-    """The windows that s tokens can touch, closed or not; slots are columns of the ring of projections."""
-    rate, overlap = config.compress_rates[kind], kind == OVERLAPPING
+def _step_windows(config: Dsv4Config, kind: str, rotary, past: Tensor, lengths: Tensor, s: int, kv) -> StepWindows:
+    rate = config.compress_rates[kind]
     new = 1 + (s + rate - 2) // rate
-    before = past // rate
-    entry = before.unsqueeze(1) + torch.arange(new, device=past.device)
-    place = entry.unsqueeze(-1) * rate + torch.arange(-rate if overlap else 0, rate, device=past.device)
-    present = (place >= 0) & (place < after[:, None, None])
-    return Windows(
+    entry = (past // rate).unsqueeze(1) + torch.arange(new, device=past.device)
+    return StepWindows(
         rate=rate,
-        overlap=overlap,
+        overlap=kind == OVERLAPPING,
         total=-(-kv.span // rate),
         new=new,
-        before=before,
-        after=after // rate,
-        host_before=(),
-        host_after=(),
-        filled=entry * rate < after.unsqueeze(1),
-        index=place.clamp(min=0) % kv.columns[kind],
-        present=present,
+        past=past,
+        lengths=lengths,
+        entry=entry,
         rotation=rotary(entry * rate),
-        kept=0,
+        columns=kv.columns[kind],
     )

@@ -75,6 +75,8 @@ class Compiling:
         """
         if self.placed is not None or self.is_spread:
             raise ValueError("forward_static: weights that move or are spread need the host; call model(ids, kv_cache=kv)")
+        if not torch.compiler.is_compiling():
+            self.notice_listeners()
         if self._is_listened_to:
             raise RuntimeError(
                 "forward_static calls no probe point, and something listens to one: remove it (model.reset_hooks(), or leave the `with`), "

@@ -3,12 +3,15 @@
 `gate_up_proj` stacks gate (w1) rows over up (w3) rows. Axes: E experts, I neurons, H width.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from dsv4.config import Dsv4Config
-from dsv4.kernels.grouped_experts import Stored, grouped_experts, slots_in_order, sort_by_expert
+from dsv4.kernels.grouped_experts import Stored, grouped_experts, is_deployed, slots_in_order, sort_by_expert
 from dsv4.kernels.grouped_linear import coded_linear, decode, grouped_product
+from dsv4.kernels.mixture import mixture, mixture_write
 from dsv4.linear import SCALE_BLOCK, Coded, apply_to_codes
 
 FP4_GROUP = 32
@@ -40,6 +43,31 @@ class Experts(nn.Module):
         slots = (indices.flatten(0, 1), weights.flatten(0, 1))
         valid = None if valid is None else valid.flatten()
         return grouped_experts(x.flatten(0, 1), *slots, self, self.limit, self.backend, valid, self.numerics).view(x.shape)
+
+    def with_shared(
+        self,
+        x: Tensor,
+        indices: Tensor,
+        weights: Tensor,
+        valid: Tensor | None,
+        sorted_slots: Sequence[Tensor] | None,
+        shared: Tensor,
+        into: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """What `forward` returns, in x's dtype, plus shared [b s H], by device code; with `into` the streams into which that is written.
+
+        Args:
+            sorted_slots: `dsv4.kernels.router.Routes.groups`. into: streams [b s n H], comb [b s n n], post [b s n].
+        """
+        stored = self.stored(x.dtype)
+        bank = (stored.first, stored.first_scale, stored.second, stored.second_scale)
+        valid = None if valid is None else valid.flatten()
+        x, *given = (t.flatten(0, 1) for t in (x, indices, weights, shared))
+        numbers = (self.limit, is_deployed(self.numerics))
+        given = (x, *given[:2], valid, *bank, *numbers, *(sorted_slots or (None,) * 4), given[2])
+        if into is None:
+            return mixture(*given).view(shared.shape)
+        return mixture_write(*given, *(t.flatten(0, 1) for t in into))[1].view(into[0].shape)
 
     def stored(self, dtype: torch.dtype) -> Stored:
         """What the device code reads."""
@@ -149,3 +177,7 @@ class Fp4Experts(StoredExperts):
             torch.empty(e, rows, columns // 2, dtype=torch.int8),
             torch.empty(e, rows, columns // FP4_GROUP, dtype=torch.float8_e8m0fnu),
         )
+
+
+# Banks that one process holds whole, in the memory of its device.
+WHOLE = (Experts, Fp8Experts, Fp4Experts)

@@ -2,7 +2,7 @@
 whatever is held, reads nothing back and can be compiled or captured.
 
     token p stands in column p mod R of a ring of R; entry j in column j
-    the entry of a window still open is computed at every step and kept when the window closes
+    the entry of a window still open is computed at every step (by device code, when the window closes) and kept when it closes
 
 Axes: b row, s token of the step, R column of a ring, e entry.
 """
@@ -21,27 +21,63 @@ SPANS = (1, 4, 16, 64, 256)
 LEAST_SPAN = 1024
 
 
-class Ring:
-    """A value per token; what stands R tokens back is overwritten. `places`: [b s] columns of this step's tokens."""
+class Places:
+    """In which columns of a ring a step's tokens stand, and the keys that they see: computed when a ring asks, once for each size.
+
+    Attributes:
+        rows: [b 1] numbers of the rows. tokens: [b s] positions of the step's tokens. window: [b w+s] positions of the tokens in sight,
+            negative before the first.
+    """
+
+    def __init__(self, rows: int, device: torch.device):
+        self.rows = torch.arange(rows, device=device).unsqueeze(1)
+        self.tokens: Tensor | None = None
+        self.window: Tensor | None = None
+        self._columns: dict[tuple[str, int], Tensor] = {}
+
+    def begin(self, tokens: Tensor, window: Tensor) -> None:
+        self.tokens, self.window = tokens, window
+        self._columns.clear()
+
+    def of(self, what: str, columns: int) -> Tensor:
+        """what: "tokens" or "window"."""
+        if torch.compiler.is_compiling():
+            # Equal computations become one.
+            return getattr(self, what).clamp(min=0) % columns
+        key = what, columns
+        if key not in self._columns:
+            self._columns[key] = getattr(self, what).clamp(min=0) % columns
+        return self._columns[key]
+
+
+class Columns:
+    """A buffer [b columns width]; `places`: of the cache that it belongs to."""
+
+    def __init__(self, buffer: Tensor):
+        self.buffer = buffer
+        self.places: Places | None = None
+
+    def put(self, columns: Tensor, new: Tensor) -> Tensor:
+        """columns [b i], new [b i width] -> the buffer, written in place, by a compiler too (which copies the whole for a scatter)."""
+        return self.buffer.index_put_((self.places.rows, columns), new.detach())
+
+
+class Ring(Columns):
+    """A value per token; what stands R tokens back is overwritten."""
 
     def __init__(self, buffer: Tensor, floor: Sequence[int]):
-        self.buffer, self.floor = buffer, floor
-        self.places: Tensor | None = None
+        super().__init__(buffer)
+        self.floor = floor
 
     def write(self, new: Tensor) -> Tensor:
         """new [b s width] -> the buffer [b R width]."""
-        index = self.places.unsqueeze(-1).expand(-1, -1, new.shape[-1])
-        return self.buffer.scatter_(1, index, new.detach())
+        return self.put(self.places.of("tokens", self.buffer.shape[1]), new)
 
 
 class KeyRing(Ring):
-    def __init__(self, buffer: Tensor, floor: Sequence[int]):
-        super().__init__(buffer, floor)
-        self.window: Tensor | None = None
-
     def extend(self, new: Tensor, earlier: int) -> Tensor:
-        """new [b s width] -> [b earlier+s width], in the order of positions; `window`: the columns [b earlier+s] they stand in."""
-        index = self.window.unsqueeze(-1).expand(-1, -1, new.shape[-1])
+        """new [b s width] -> [b earlier+s width], in the order of positions."""
+        index = self.places.of("window", self.buffer.shape[1]).unsqueeze(-1).expand(-1, -1, new.shape[-1])
         return self.write(new).gather(1, index)
 
 
@@ -51,17 +87,12 @@ class ProjectionRing(Ring):
         return self.write(new)
 
 
-class Entries:
+class Entries(Columns):
     """One column for each entry, those not closed yet included."""
-
-    def __init__(self, buffer: Tensor):
-        self.buffer = buffer
 
     def extend(self, new: Tensor, windows: Windows) -> Tensor:
         """new [b e_new width] -> [b total width]."""
-        number = windows.before.unsqueeze(1) + torch.arange(windows.new, device=new.device)
-        index = number.unsqueeze(-1).expand(-1, -1, new.shape[-1])
-        return self.buffer.scatter_(1, index, new.detach())[:, : windows.total]
+        return self.put(windows.entry, new)[:, : windows.total]
 
 
 @dataclass(frozen=True)
@@ -72,6 +103,8 @@ class FixedPool:
 
 @dataclass(frozen=True)
 class FixedLayer:
+    fixed = True
+
     keys: KeyRing
     compressor: FixedPool | None
     indexer: FixedPool | None
@@ -85,7 +118,7 @@ class FixedCache:
         host: the same as plain numbers, None after steps that were not counted on the host.
         columns: layer type -> columns of its rings of projections.
         step: the most tokens of one step. capacity: tokens that a row may reach.
-        span: the next step looks at the entries of the first so many tokens.
+        span: the next step looks at the entries of the first so many tokens. places: told by `call.plan_step`.
     """
 
     def __init__(
@@ -101,6 +134,9 @@ class FixedCache:
         self.columns = columns
         with writing():
             self.length = torch.tensor(host, dtype=torch.int64, device=device)
+            self.places = Places(len(host), device)
+        for part in (*self.rings, *self.entries):
+            part.places = self.places
         self.host: tuple[int, ...] | None = host
         self.step, self.capacity = step, capacity
         self.span = capacity
@@ -111,9 +147,12 @@ class FixedCache:
         return [layer.keys for layer in self.layers] + [pool.projections for pool in pools]
 
     @property
+    def entries(self) -> list[Entries]:
+        return [pool.entries for layer in self.layers for pool in (layer.compressor, layer.indexer) if pool is not None]
+
+    @property
     def nbytes(self) -> int:
-        entries = [pool.entries for layer in self.layers for pool in (layer.compressor, layer.indexer) if pool is not None]
-        return sum(part.buffer.nbytes for part in (*self.rings, *entries))
+        return sum(part.buffer.nbytes for part in (*self.rings, *self.entries))
 
     def lengths(self) -> tuple[int, ...]:
         if self.host is None:

@@ -37,9 +37,9 @@ class HyperConnection(Float32):
         *values, normed = op.fused_read(x, self.fn, self.scale, self.base, weight, *numbers)
         return *values, None if weight is None else normed
 
-    def write(self, x: Tensor, comb: Tensor, post: Tensor, out: Tensor) -> Tensor:
-        """x [b s n hidden], comb [b s n n], post [b s n], out [b s hidden] -> streams [b s n hidden]."""
-        return op.write_back(x, comb, post, out) if self.backend == "torch" else op.fused_write(x, comb, post, out)
+    def write(self, x: Tensor, comb: Tensor, post: Tensor, out: Tensor, *, is_free: bool = False) -> Tensor:
+        """x [b s n hidden], comb [b s n n], post [b s n], out [b s hidden] -> streams [b s n hidden]. is_free: nobody needs x any more."""
+        return op.write_back(x, comb, post, out, is_free=is_free) if self.backend == "torch" else op.fused_write(x, comb, post, out)
 
     def write_and_read(self, x: Tensor, comb: Tensor, post: Tensor, out: Tensor, norm: RMSNorm) -> tuple[Tensor, ...]:
         """What another site writes back, and `read` of it: (streams, the five results of the read)."""

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from dsv4.kernels.block_scaled_linear import block_scaled_linear
-from dsv4.kernels.numeric import wide
+from dsv4.kernels.numeric import linear, wide
 from dsv4.kernels.quantize import dequantize_fp8
 
 SCALE_BLOCK = 128
@@ -19,7 +19,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.matrix(x.dtype))
+        return linear(x, self.matrix(x.dtype))
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """[out, in] in `dtype`."""
@@ -32,7 +32,7 @@ class Linear(nn.Module):
     def in_float32(self, x: Tensor) -> Tensor:
         """W x with both sides widened: for projections whose result decides (routing, pooling, index weights)."""
         x = wide(x)
-        return nn.functional.linear(x, self.matrix(x.dtype))
+        return linear(x, self.matrix(x.dtype))
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}"

@@ -23,7 +23,7 @@ from dsv4.hyper_connection import HyperHead
 from dsv4.inputs import Input, resolve
 from dsv4.interventions import Interventions
 from dsv4.kernels.hyper_connection import collapse
-from dsv4.kernels.numeric import wide
+from dsv4.kernels.numeric import linear, wide
 from dsv4.knockout import KnockingOut
 from dsv4.kv_cache import KVCache
 from dsv4.linear import Linear
@@ -45,7 +45,7 @@ class Head(Linear):
     def forward(self, x: Tensor) -> Tensor:
         x = wide(x)
         if self.weight.dtype == x.dtype:
-            return nn.functional.linear(x, self.weight)
+            return linear(x, self.weight)
         return torch.cat([nn.functional.linear(x, rows.to(x.dtype)) for rows in self.weight.split(HEAD_ROWS)], dim=-1)
 
 
@@ -132,7 +132,7 @@ class Dsv4(Watching, Interventions, Ablating, Freezing, KnockingOut, Splicing, P
             attention_mask=attention_mask,
             start_at_layer=start_at_layer,
             stop_at_layer=stop_at_layer,
-            past=None if kv_cache is None else kv_cache.length.tolist(),
+            past=None if kv_cache is None else list(kv_cache.lengths),
         )
         start, stop = start_at_layer or 0, stop_at_layer
         keep = _kept(logits_to_keep, inputs.size[1])
@@ -146,7 +146,7 @@ class Dsv4(Watching, Interventions, Ablating, Freezing, KnockingOut, Splicing, P
                 if self._runs_compiled(inputs, kv_cache):
                     self.input_size = inputs.size
                     return self._decode(inputs.ids, inputs.valid[:, 0], inputs.valid[:, 0].tolist(), kv_cache)
-                past = [0] * inputs.size[0] if kv_cache is None else kv_cache.length.tolist()
+                past = [0] * inputs.size[0] if kv_cache is None else list(kv_cache.lengths)
                 call = plan(self.config, self.rotary, inputs.ids, inputs.valid, past)
                 self.input_size = inputs.size
                 self.stage.begin(call, kv_cache)

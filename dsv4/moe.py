@@ -10,17 +10,20 @@ from torch import Tensor, nn
 
 from dsv4.call import Call
 from dsv4.config import Dsv4Config
-from dsv4.experts import Experts
+from dsv4.experts import WHOLE, Experts
 from dsv4.hooks import HookPoint, Probed, is_watched
 from dsv4.kernels.gated_linear import gated_linear
 from dsv4.kernels.grouped_experts import activation, neurons, swiglu
 from dsv4.kernels.numeric import wide
+from dsv4.kernels.router import Routes
 from dsv4.linear import Fp8Linear, Linear
 from dsv4.router import HashRouter, TopKRouter
 
 # What the fused ways hide.
 EXPERT_VALUES = frozenset(("expert_gate", "expert_up", "expert_activation", "expert_neurons", "expert_outputs"))
 SHARED_VALUES = frozenset(("mlp_gate", "mlp_up", "mlp_activation", "mlp_neurons"))
+# What adding both up in one launch does not have.
+SUMS = EXPERT_VALUES | {"routed_output", "shared_expert_output"}
 
 
 class SharedExpert(nn.Module):
@@ -103,17 +106,70 @@ class Moe(Probed):
     def forward(self, x: Tensor, call: Call) -> Tensor:
         """x [b s hidden] -> [b s hidden]."""
         tap = self.tap
-        scores = tap.router_scores(self.router.scores(tap.router_logits(self.router.logits(x))))
-        indices = self.indices(scores, call)
-        weights = tap.expert_weights(self.router.weights(scores, indices))
+        if self.adds_in_one:
+            return tap.mlp_output(self.in_one_sum(x, call))
+        indices, weights, _ = self.routes(x, call)
+        shared = self.spelled_shared if self.listened & SHARED_VALUES else self.shared_experts
         routed = self.spelled_experts if self.listened & EXPERT_VALUES else self.fused_experts
         routed = tap.routed_output(routed(x, indices, weights, call))
-        shared = self.spelled_shared if self.listened & SHARED_VALUES else self.shared_experts
         return tap.mlp_output(routed + tap.shared_expert_output(shared(x)))
 
-    def indices(self, scores: Tensor, call: Call) -> Tensor:
+    def write(self, x: Tensor, call: Call, streams: Tensor, comb: Tensor, post: Tensor) -> Tensor:
+        """What `forward` returns, written into streams [b s n hidden] in the launch that makes it, where `writes_in_one`."""
+        return self.in_one_sum(x, call, (streams, comb, post))
+
+    @property
+    def writes_in_one(self) -> bool:
+        """Whether nobody asks for what is written, nor looks at this module."""
+        return self.adds_in_one and "mlp_output" not in self.live and not is_watched(self)
+
+    def in_one_sum(self, x: Tensor, call: Call, into: tuple[Tensor, Tensor, Tensor] | None = None) -> Tensor:
+        indices, weights, sorted_slots = self.routes(x, call)
+        shared = self.spelled_shared if self.listened & SHARED_VALUES else self.shared_experts
+        return self.experts.with_shared(x, indices, weights, call.without_padding, sorted_slots, shared(x), into)
+
+    @property
+    def adds_in_one(self) -> bool:
+        """Whether the sum over slots may add the shared expert's output: nobody asks for either, by device code over a whole bank."""
+        experts = self.experts
+        return experts.backend == "triton" and type(experts) in WHOLE and not self.live & SUMS and not is_watched(experts)
+
+    def routes(self, x: Tensor, call: Call) -> tuple[Tensor, Tensor, tuple[Tensor, ...] | None]:
+        return self.route_in_one(x, call) if self.router.takes(x) else self.route(x, call)
+
+    def route(self, x: Tensor, call: Call) -> tuple[Tensor, Tensor, None]:
+        """(indices, weights [b s top_k], None): the slots are not sorted yet."""
+        tap = self.tap
+        scores = tap.router_scores(self.router.scores(tap.router_logits(self.router.logits(x))))
+        indices = self.indices(self.choose(scores, call))
+        return indices, tap.expert_weights(self.router.weights(scores, indices)), None
+
+    def route_in_one(self, x: Tensor, call: Call) -> tuple[Tensor, Tensor, tuple[Tensor, ...] | None]:
+        """(indices, weights, the slots sorted by expert, or None where the experts may be others than were sorted).
+
+        What follows a point at which someone listens is made again from what the point returns, edited or not: by torch, so that a
+        value replaced by itself changes nothing.
+        """
+        tap, live, router = self.tap, self.live, self.router
+        made = router.in_one(x, call)
+        logits = tap.router_logits(made.logits)
+        is_made = "router_logits" not in live
+        scores = tap.router_scores(made.scores if is_made else router.scores(logits))
+        is_made = is_made and "router_scores" not in live
+        chosen = self.chosen(made, scores, is_made)
+        indices = self.indices(chosen)
+        are_sorted = chosen is made.indices and "expert_indices" not in live
+        weights = made.weights if is_made and are_sorted else router.weights(scores, indices)
+        return indices, tap.expert_weights(weights), made.groups if are_sorted else None
+
+    def chosen(self, made: Routes, scores: Tensor, is_made: bool) -> Tensor:
+        """The indices made in one go, or others where their scores (is_made: those of `made`) or selection scores are listened to."""
+        selection = self.tap.router_selection_scores(made.selection if is_made else self.router.selection_scores(scores))
+        is_made = is_made and "router_selection_scores" not in self.live
+        return made.indices if is_made else self.router.choose(selection)
+
+    def indices(self, chosen: Tensor) -> Tensor:
         """[b s top_k] int64: the experts chosen, or those a hook wrote."""
-        chosen = self.choose(scores, call)
         written = self.tap.expert_indices(chosen)
         if written is not chosen and self.expert_indices.can_edit:
             outside = (written < 0) | (written >= self.experts.num_experts)
@@ -167,6 +223,9 @@ class HashMoe(Moe):
 
     def choose(self, scores: Tensor, call: Call) -> Tensor:
         return self.router.look_up(call)
+
+    def chosen(self, made: Routes, scores: Tensor, is_made: bool) -> Tensor:
+        return made.indices
 
 
 def show(point, exact: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from dsv4.float32 import Float32
 from dsv4.hooks import is_watched
-from dsv4.kernels.norm_rotary import fused_norm_rotary, rms_norm, rotate, rotate_back
+from dsv4.kernels.norm_rotary import fused_norm_rotary, norm_and_rotate, rms_norm, rotate, rotate_back
 
 
 class Norm:
@@ -20,18 +20,25 @@ class Norm:
             return rms_norm(x, self.weight, self.eps)
         return fused_norm_rotary(x.reshape(1, -1, 1, x.shape[-1]), self.weight, None, None, None, self.eps, True, False).view(x.shape)
 
-    def turned(self, x: Tensor, cos: Tensor, sin: Tensor, valid: Tensor | None = None) -> Tensor:
-        """The norm, then the rotary: x [b s r d], cos and sin [b s turned / 2], valid [b s] (zeros elsewhere) -> [b s r d]."""
+    def turned(self, x: Tensor, cos: Tensor, sin: Tensor, valid: Tensor | None = None, *, is_free: bool = False) -> Tensor:
+        """The norm, then the rotary: x [b s r d], cos and sin [b s turned / 2], valid [b s] (zeros elsewhere) -> [b s r d].
+
+        is_free: nobody needs x any more.
+        """
         if self.backend == "triton" and not is_watched(self):
             return fused_norm_rotary(x, self.weight, cos, sin, valid, self.eps, True, False)
-        y = rotate(self(x), cos.unsqueeze(2), sin.unsqueeze(2))
+        cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+        if is_watched(self) or self.backend == "triton":
+            y = rotate(self(x), cos, sin)
+        else:
+            y = norm_and_rotate(x, self.weight, cos, sin, self.eps, is_free=is_free)
         return y if valid is None else y.masked_fill(~valid[..., None, None], 0.0)
 
-    def only_turned(self, x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
-        """The rotary without the norm, by the same backend; back: the other way."""
+    def only_turned(self, x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False, is_free: bool = False) -> Tensor:
+        """The rotary without the norm, by the same backend; back: the other way. is_free: nobody needs x any more."""
         if self.backend == "triton":
             return fused_norm_rotary(x, None, cos, sin, None, 0.0, False, back)
-        return (rotate_back if back else rotate)(x, cos.unsqueeze(2), sin.unsqueeze(2))
+        return (rotate_back if back else rotate)(x, cos.unsqueeze(2), sin.unsqueeze(2), is_free=is_free)
 
 
 class RMSNorm(Norm, Float32):

@@ -18,12 +18,22 @@ from dsv4.float32 import Float32
 from dsv4.generate import read_generation_config
 from dsv4.hyper_connection import HyperConnection
 from dsv4.indexer import Indexer
-from dsv4.kernels import block_scaled_linear, grouped_experts, hyper_connection, index_scores, norm_rotary, pooling, sparse_attention
+from dsv4.kernels import (
+    block_scaled_linear,
+    grouped_experts,
+    hyper_connection,
+    index_scores,
+    norm_rotary,
+    pooling,
+    router,
+    sparse_attention,
+)
 from dsv4.kernels.backend import BACKENDS, available
 from dsv4.linear import BlockDiagonalLinear, Fp8BlockDiagonalLinear, Fp8Linear, Linear
 from dsv4.moe import SharedExpert
 from dsv4.norm import RMSNorm, UnweightedRMSNorm
 from dsv4.rope import Rotary
+from dsv4.router import Router
 from dsv4.table import Table
 from dsv4.text import Tokenizer
 
@@ -34,6 +44,7 @@ REFUSALS = (
     (Experts, lambda m: partial(grouped_experts.refusal, form=m.form, numerics=m.numerics)),
     (Fp8Linear, lambda m: partial(block_scaled_linear.refusal, numerics=m.numerics)),
     (SharedExpert, lambda m: None if m.form is None else partial(block_scaled_linear.refusal, form=m.form)),
+    (Router, lambda m: partial(router.refusal, experts=m.out_features, top_k=m.top_k)),
     (HyperConnection, lambda m: partial(hyper_connection.refusal, streams=m.streams, hidden=m.fn.shape[1] // m.streams)),
     (RMSNorm, lambda m: partial(norm_rotary.refusal, width=m.weight.shape[0])),
     # As wide as a head, which the attention asks about.

@@ -48,7 +48,8 @@ class Rotary(Float32):
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions.clamp(min=0).unsqueeze(-1).to(self.frequencies.dtype) * self.frequencies
-        return angles.cos() * self.factor, angles.sin() * self.factor
+        cos, sin = angles.cos(), angles.sin()
+        return (cos, sin) if self.factor == 1.0 else (cos * self.factor, sin * self.factor)
 
     def extra_repr(self) -> str:
         return f"{self.width}, theta={self.rope['rope_theta']}, {self.rope.get('rope_type', 'default')}"

@@ -14,15 +14,18 @@ from dsv4.call import Call
 from dsv4.config import Dsv4Config
 from dsv4.float32 import Float32
 from dsv4.kernels.numeric import sqrt_softplus, topk_lowest
+from dsv4.kernels.router import FEW_TOKENS, Routes, fused_router, router_weights
 from dsv4.linear import Linear
-
-# A sum of scores below this is not divided by: its inverse, and with it the gradient, leaves float32's range.
-UNDERFLOWN = 1e-30
 
 
 class Router(Linear, Float32):
-    """The shared half: scores and weights. Subclasses choose the experts."""
+    """The shared half: scores and weights. Subclasses choose the experts.
 
+    Attributes:
+        backend: who computes `in_one`; chosen once, when the model is built (pretrained.use_kernels).
+    """
+
+    backend = "torch"
     scoring: str
     FLOAT32 = ()
 
@@ -37,9 +40,22 @@ class Router(Linear, Float32):
         return sqrt_softplus(logits)
 
     def weights(self, scores: Tensor, indices: Tensor) -> Tensor:
-        chosen = scores.gather(-1, indices)
-        total = chosen.sum(-1, keepdim=True)
-        return chosen / total.masked_fill(total.abs() < UNDERFLOWN, 1.0) * self.factor
+        return router_weights(scores, indices, self.factor)
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether there is device code that routes x [b s hidden] in one launch."""
+        return self.backend == "triton" and 0 < x.shape[0] * x.shape[1] <= FEW_TOKENS
+
+    def in_one(self, x: Tensor, call: Call) -> Routes:
+        """All of it at once: reals and indices [b s ...], the sorted slots of all tokens."""
+        valid, chooser = call.without_padding, self.chooser(call)
+        valid = None if valid is None else valid.flatten()
+        routes = Routes(*fused_router(x.flatten(0, 1), self.weight, *chooser, valid, self.top_k, self.factor))
+        return Routes(*(t.unflatten(0, x.shape[:2]) if t.numel() else t for t in routes[:5]), *routes[5:])
+
+    def chooser(self, call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """(bias [E], None, None), or (None, table, row of each token [b*s])."""
+        raise NotImplementedError
 
 
 class TopKRouter(Router):
@@ -58,6 +74,9 @@ class TopKRouter(Router):
     def choose(self, selection_scores: Tensor) -> Tensor:
         return topk_lowest(selection_scores, self.top_k)[1]
 
+    def chooser(self, call):
+        return self.e_score_correction_bias, None, None
+
 
 class HashRouter(Router):
     """A fixed table of the token id; there is no bias and nothing to choose."""
@@ -70,3 +89,6 @@ class HashRouter(Router):
 
     def look_up(self, call: Call) -> Tensor:
         return self.tid2eid[call.input_ids]
+
+    def chooser(self, call):
+        return None, self.tid2eid, call.input_ids.flatten()

@@ -113,6 +113,9 @@ class PoolSlots:
 class LayerSlots:
     """What one block keeps."""
 
+    # Whether it is of the fixed form (fixed_cache.FixedLayer).
+    fixed = False
+
     keys: TokenSlot
     compressor: PoolSlots | None
     indexer: PoolSlots | None

@@ -119,6 +119,8 @@ class Resources:
         shared: bytes of a program. tensor_memory: columns of a program.
         complaints: the assembler's, by code: C7510 and its neighbours say that products which could
             overlap wait for each other.
+        arrives: whether programs count themselves, and the last one finds what the others stored.
+        looped: instructions of the innermost loop that reads most, without one of the whole kernel.
     """
 
     registers: int
@@ -127,17 +129,19 @@ class Resources:
     tensor_memory: int
     instructions: Mapping[str, int]
     complaints: tuple[str, ...]
+    arrives: bool
+    looped: int
 
 
-# Instructions counted: products on tensor cores, and copies that a program does not wait for.
-COUNTED = ("wgmma.mma_async", "mma.sync", "tcgen05.mma", "cp.async.c")
+# Instructions counted: products on tensor cores, and copies that a program does not wait for (of 16 bytes: cg, of 4 to 16: ca).
+COUNTED = ("wgmma.mma_async", "mma.sync", "tcgen05.mma", "cp.async.c", "cp.async.cg", "cp.async.ca")
 
 
-def resources(kernel, types: Mapping[str, str], options: Mapping, capability: int, aligned: tuple[str, ...]) -> Resources:
+def resources(kernel, types: Mapping[str, str | tuple[str, ...]], options: Mapping, capability: int, aligned: tuple[str, ...]) -> Resources:
     """Compile for a CUDA capability (90 for sm_90) that need not be here.
 
     Args:
-        types: argument -> Triton's name of its type. aligned: integers that are multiples of 16.
+        types: argument -> Triton's name of its type, of a tuple one for each member. aligned: integers that are multiples of 16.
         options: constants of the kernel, num_warps and compiler options, as at the launch.
     """
     import triton
@@ -148,11 +152,16 @@ def resources(kernel, types: Mapping[str, str], options: Mapping, capability: in
     constants = {name: value for name, value in options.items() if name in names}
     rest = {name: value for name, value in options.items() if name not in names}
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
-    hints = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*") or name in aligned}
+    hints = {}
+    for i, name in enumerate(names):
+        is_tuple = isinstance(signature[name], tuple)
+        for j, kind in enumerate(signature[name] if is_tuple else (signature[name],)):
+            if kind.startswith("*") or name in aligned:
+                hints[(i, j) if is_tuple else (i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, hints)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=rest)
     ptx = compiled.asm["ptx"]
-    used = dict(re.findall(r"(REG|STACK):(\d+)", _usage(compiled.asm["cubin"])))
+    used = dict(re.findall(r"(REG|STACK):(\d+)", _printed(compiled.asm["cubin"], "-res-usage")))
     return Resources(
         registers=int(used["REG"]),
         stack=int(used["STACK"]),
@@ -160,7 +169,26 @@ def resources(kernel, types: Mapping[str, str], options: Mapping, capability: in
         tensor_memory=getattr(compiled.metadata, "tmem_size", None) or 0,
         instructions={name: ptx.count(name) for name in COUNTED},
         complaints=_complaints(ptx),
+        arrives=_arrives(ptx),
+        looped=_looped(compiled.asm["cubin"]),
     )
+
+
+def _arrives(ptx: str) -> bool:
+    """One addition that releases and acquires for the whole device, behind a barrier that comes after all stores and before one that
+    comes before all loads. Stores and loads before the first are the program's own; AssertionError where a barrier is missing.
+    """
+    arrival = "atom.global.gpu.acq_rel.add"
+    if arrival not in ptx:
+        assert "atom." not in ptx
+        return False
+    before, after = ptx.split(arrival)
+    moves = re.compile(r"bar\.sync|st\.global|ld\.global|cp\.async\.c")
+    assert moves.findall(before)[-1] == "bar.sync"
+    assert moves.findall(after)[0] == "bar.sync"
+    # What others stored does not come from this processor's cache.
+    assert "ld.global.cg" in after
+    return True
 
 
 def _complaints(ptx: str) -> tuple[str, ...]:
@@ -177,12 +205,28 @@ def _complaints(ptx: str) -> tuple[str, ...]:
     return tuple(re.findall(r"\((C\d+)\)", printed))
 
 
-def _usage(cubin: bytes) -> str:
+def _looped(cubin: bytes) -> int:
+    code = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", _printed(cubin, "-sass"))
+    place = {int(at, 16): i for i, (at, _) in enumerate(code)}
+    jumps = [(i, re.search(r"\bBRA\b.*?0x([0-9a-f]+)", instruction)) for i, (_, instruction) in enumerate(code)]
+    # Jumps back; one to itself ends the code.
+    loops = [(place[int(to[1], 16)], i) for i, to in jumps if to and place.get(int(to[1], 16), i) < i]
+    inner = [loop for loop in loops if not any(other != loop and loop[0] <= other[0] and other[1] <= loop[1] for other in loops)]
+    width = re.compile(r"\bLDG(?:STS)?\.\S*?(?:\.(64|128))?(?=\s)")
+
+    def read(loop: tuple[int, int]) -> int:
+        return sum(int(found[1] or 32) for _, text in code[loop[0] : loop[1] + 1] if (found := width.search(text)))
+
+    best = max(inner, key=read, default=None)
+    return len(code) if best is None or read(best) == 0 else best[1] - best[0] + 1
+
+
+def _printed(cubin: bytes, option: str) -> str:
     """What the binary says of itself, by the tool that Triton brings."""
     import triton
 
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "kernel.cubin"
         place.write_bytes(cubin)
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", place]
+        command = [triton.knobs.nvidia.cuobjdump.path, option, place]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -5,7 +5,8 @@ expert's gate and up).
     linear_transposed   y[t, g, i] = W[g O :, i] . x[t, g]
     gate_up_linear      y[t, o]    = silu(min(gate, L)) * clamp(up, -L, L)      gate = G[o] . x[t], up = U[o] . x[t]
 
-A program owns a tile of tokens and a tile of output columns of one group; the products are those of dsv4.kernels._products_triton.
+A program owns a tile of tokens and a tile of output columns of one group; the products are those of dsv4.kernels._products_triton. Of a
+few tokens maps without groups are those of dsv4.kernels._few_linears_triton.
 """
 
 import functools
@@ -16,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4.kernels import _few_linears_triton as few_linears
 from dsv4.kernels._device_triton import INTERPRETER, architecture
 from dsv4.kernels._products_triton import (
     OF_CODES,
@@ -30,23 +32,21 @@ from dsv4.kernels._products_triton import (
 )
 
 # (architecture, form of the product, tokens of a tile) -> (linear, transposed, gate and up). A depth divides FP8's 128 columns, and
-# so do the columns of the transposed product; there are no transposed products of activations as codes. sm_80 has no E4M3.
+# so do the columns of the transposed product; there are no transposed products of activations as codes, and few tokens over dense
+# weights come here no more than over codes without groups. sm_80 has no E4M3.
 LAUNCH: Mapping[tuple[str, str, int], tuple[Tile | None, Tile | None, Tile]] = {
     ("sm_90", "fp8", 16): (Tile(64, 128, 4, 4), Tile(64, 64, 4, 4), Tile(64, 128, 4, 4)),
     ("sm_90", "fp8", 64): (Tile(64, 128, 4, 4), Tile(64, 64, 4, 4), Tile(64, 128, 4, 4)),
     ("sm_90", "fp8", 128): (Tile(128, 64, 8, 4), Tile(128, 64, 8, 3), Tile(128, 64, 8, 4)),
     ("sm_90", "fp8 x fp8", 16): (Tile(64, 128, 4, 4), None, Tile(64, 128, 4, 4)),
     ("sm_90", "fp8 x fp8", 128): (Tile(128, 128, 8, 4), None, Tile(64, 128, 8, 4)),
-    ("sm_90", "dense", 16): (None, None, Tile(64, 128, 4, 3)),
     ("sm_90", "dense", 128): (None, None, Tile(128, 64, 8, 4)),
     ("sm_100", "fp8", 16): (Tile(64, 128, 4, 4), Tile(64, 64, 4, 4), Tile(64, 128, 4, 4)),
     ("sm_100", "fp8", 64): (Tile(64, 64, 4, 4), Tile(64, 64, 4, 4), Tile(64, 64, 4, 4)),
     ("sm_100", "fp8", 128): (Tile(128, 64, 8, 4), Tile(128, 64, 8, 3), Tile(128, 64, 8, 4)),
     ("sm_100", "fp8 x fp8", 16): (Tile(64, 128, 4, 4), None, Tile(64, 128, 4, 4)),
     ("sm_100", "fp8 x fp8", 128): (Tile(128, 128, 8, 4), None, Tile(64, 128, 8, 4)),
-    ("sm_100", "dense", 16): (None, None, Tile(64, 64, 4, 4)),
     ("sm_100", "dense", 128): (None, None, Tile(128, 64, 8, 3)),
-    ("sm_80", "dense", 16): (None, None, Tile(64, 128, 4, 3)),
     ("sm_80", "dense", 64): (None, None, Tile(64, 64, 4, 3)),
     **{(INTERPRETER, form, 16): (Tile(64, 64, 1, 1), Tile(64, 64, 1, 1), Tile(64, 64, 1, 1)) for form in ("dense", "fp8", "fp8 x fp8")},
 }
@@ -180,6 +180,9 @@ def run(x: Tensor, codes: Tensor, scale: Tensor, groups: int, transposed: bool, 
     n, (rows, width) = x.shape[0], codes.shape
     of_group = rows // groups
     N, K = (width, of_group) if transposed else (of_group, width)
+    if form == "fp8" and groups == 1 and not transposed and n <= few_linears.TOKENS[-1]:
+        # Tiles of 64 rows are too few programs to keep memory busy.
+        return few_linears.run(x, None, [codes], [scale], [1], [False], 0.0)[0]
     y = torch.empty(n, groups * N, dtype=x.dtype, device=x.device)
     if n == 0:
         return y
@@ -201,6 +204,8 @@ def run_gate_up(
     """x [t i], gate and up [o i], dense or FP8 codes with scales -> neurons [t o]. All contiguous."""
     form = "dense" if gate_scale is None else OF_CODES["fp8"] if deployed else "fp8"
     n, (N, K) = x.shape[0], gate.shape
+    if form != "fp8 x fp8" and n <= few_linears.TOKENS[-1]:
+        return few_linears.run_gate_up(x, gate, gate_scale, up, up_scale, limit)
     y = torch.empty(n, N, dtype=x.dtype, device=x.device)
     if n == 0:
         return y

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm, silu
 
 from dsv4.kernels.grouped_experts import Stored, swiglu
-from dsv4.kernels.grouped_linear import decode, groups, takes_grouped
-from dsv4.kernels.numeric import wide
+from dsv4.kernels.grouped_linear import GROUPED_DTYPES, decode, groups, takes_grouped
+from dsv4.kernels.numeric import linear, wide
 from dsv4.kernels.routing import slots_in_order, sort_by_expert
 
 # From so many rows of an expert on (in the mean) experts are taken one after another.
@@ -24,6 +24,9 @@ UNROLLED = 32
 def covers(bank: Stored, x: Tensor) -> bool:
     """Whether this is the definition to the last bit for rows like x [t H]."""
     inner = bank.second.shape[2] * (1 if bank.form != "fp4" else 2)
+    if len(x) == 1 and bank.first_scale is None:
+        # The same products, grouped or one by one.
+        return inner % UNROLLED == 0 and x.dtype in GROUPED_DTYPES
     return inner % UNROLLED == 0 and (bank.first_scale is not None or (takes_grouped(x, bank.first) and takes_grouped(x, bank.second)))
 
 
@@ -44,14 +47,9 @@ def run(x: Tensor, indices: Tensor, weights: Tensor, bank: Stored, limit: float)
 
 def _slot_by_slot(x: Tensor, experts: list[int], bank: Stored, limit: float) -> Tensor:
     """x [1 H] -> [k H]."""
-    gate_up = x.new_empty(len(experts), bank.first.shape[1])
-    for i, e in enumerate(experts):
-        torch.mm(x, bank.first[e].t(), out=gate_up[i : i + 1])
-    neurons = _swiglu(gate_up, limit)
-    out = x.new_empty(len(experts), x.shape[1])
-    for i, e in enumerate(experts):
-        torch.mm(neurons[i : i + 1], bank.second[e].t(), out=out[i : i + 1])
-    return out
+    gate_up = torch.cat([linear(x, bank.first[e]) for e in experts])
+    neurons = _swiglu(gate_up, limit).split(1)
+    return torch.cat([linear(row, bank.second[e]) for row, e in zip(neurons, experts, strict=True)])
 
 
 def _all_at_once(x: Tensor, tokens: Tensor, ends: Tensor, bank: Stored, limit: float) -> Tensor:

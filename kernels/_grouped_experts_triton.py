@@ -10,7 +10,7 @@ are those of dsv4.kernels._products_triton. Addresses are int64 wherever an expe
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import triton
@@ -21,6 +21,7 @@ from dsv4.kernels._device_triton import INTERPRETER, architecture
 from dsv4.kernels._products_triton import OF_CODES, Tile, as_bytes, launch_options, multiply, quantize_rows, swiglu, widens
 from dsv4.kernels._route_triton import groups
 from dsv4.kernels.grouped_experts import Stored
+from dsv4.kernels.routing import FEW_ROWS
 
 # (architecture, form of the weights, rows of a tile) -> (gate and up, down). A depth divides FP8's
 # 128 columns. sm_80 has no E4M3.
@@ -199,14 +200,28 @@ def run(x: Tensor, indices: Tensor, weights: Tensor, valid: Tensor | None, bank:
     Everything contiguous. Four launches (a sort in place of the first for very many slots), whose
     sizes come from shapes alone; two more where activations are quantised.
     """
+    if weights.numel() == 0:
+        return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    return sum_of(weighted_slots(x, indices, weights, valid, bank, limit, deployed), valid, weights.shape)
+
+
+def weighted_slots(
+    x: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    valid: Tensor | None,
+    bank: Stored,
+    limit: float,
+    deployed: bool,
+    sorted_slots: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """As `run` -> [t*k H] of x's dtype, those of tokens that are not valid undefined. sorted_slots: in tiles of FEW_ROWS, a launch less."""
     arch, form = architecture(x.device), OF_CODES[bank.form] if deployed else bank.form
     width = x.shape[1]
     inner, slot_count = bank.first.shape[1] // 2, weights.numel()
-    if slot_count == 0:
-        return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    rows = tile_rows(arch, form, slot_count / bank.num_experts)
+    rows = FEW_ROWS if sorted_slots else tile_rows(arch, form, slot_count / bank.num_experts)
     second = LAUNCH[arch, form, rows][1]
-    order, *tiles = groups(indices, valid, bank.num_experts, rows)
+    order, *tiles = sorted_slots or groups(indices, valid, bank.num_experts, rows)
     neurons = gate_up(x, order, tiles, weights.shape[1], bank, limit, form, rows, apart=False)
     slots = torch.empty(slot_count, width, dtype=x.dtype, device=x.device)
     expert_down[grid(tiles, second, width)](
@@ -214,7 +229,7 @@ def run(x: Tensor, indices: Tensor, weights: Tensor, valid: Tensor | None, bank:
         width, inner, *grid_of_scales(bank.second_scale),
         FORM=form, ROWS=rows, WIDEN=widens(x, arch, form), **launch_options(second, inner),
     )  # fmt: skip
-    return sum_of(slots, valid, weights.shape)
+    return slots
 
 
 def gate_up(

@@ -1,11 +1,13 @@
-"""Device code of `dsv4.kernels.hyper_connection`, two kernels for a read.
+"""Device code of `dsv4.kernels.hyper_connection`: a read, with or without a write before it, is one launch of `read_kernel`.
 
-`project_kernel` walks the streams once: sum of squares and the projection to (2 + n) n numbers, with float32's precision on the tensor
-cores; where it writes first, it mixes the streams, adds the output, stores, and projects what it stored. With few tokens the hidden
-width is shared among programs, each leaving partial sums. `finish_kernel`, one token a program, adds them up, runs the Sinkhorn rounds,
-collapses the streams and norms the result. With many tokens the first kernel runs the rounds itself, for a tile of tokens at once.
+It walks the streams once: sum of squares and the projection to (2 + n) n numbers, with float32's precision on the tensor cores; where
+it writes first, it mixes the streams, adds the output, stores, and projects what it stored. What follows (the Sinkhorn rounds, the
+collapse, the norm) needs a token's whole row:
 
-The mixing numbers lie in a padded tile of rows x columns, row 0 pre, row 1 post, rows 2 ... comb: n columns are padded to `COLUMNS`.
+    few tokens      programs share the hidden width and leave partial sums; the last one to arrive adds them up and goes on
+    many tokens     a program has its tokens' whole rows, and walks them again, the last token first: the L2 still holds the end
+    in between      partial sums, which `finish_kernel` adds up, one token a program: one of few programs would be long at it
+
 Axes: t token, h hidden, m mixing number.
 """
 
@@ -17,14 +19,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4.kernels._arrival_triton import counters, is_last
 from dsv4.kernels._device_triton import INTERPRETED, INTERPRETER, aligned_rows, architecture, processors
+from dsv4.kernels._hyper_mixing_triton import (
+    collapse_token,
+    collapse_tokens,
+    exact_product,
+    load_streams,
+    mixing_shares,
+    place,
+    rounds,
+    store_mixes,
+    sum_of_parts,
+)
 
-# Programs of `project_kernel` for each processor, where the tokens alone make fewer.
-PROGRAMS = 2
-# The largest offset within a program of `project_kernel`.
+# Programs of `read_kernel` for each processor, where the tokens alone make fewer; from this share of the processors on they do.
+PROGRAMS, ENOUGH = 2, 0.75
+# The largest offset within a program of `read_kernel`.
 REACH = (1 << 31) - 1
-# Partial sums that `finish_kernel` adds at a time.
-PARTS = 32
+# Up to so many tokens one program finishes them all.
+FEW_TOKENS = 16
+# Partial sums added at a time.
+PARTS = 4096
+# Rows on their way while a program walks its tokens again.
+ROWS_AHEAD = 2
+# What becomes of a program's sums.
+LEFT, LAST, WHOLE = "left", "last", "whole"
 
 
 @dataclass(frozen=True)
@@ -44,11 +64,11 @@ READ: Mapping[str, tuple[Launch, ...]] = {
     "sm_100": (Launch(tokens=16, hidden=32, warps=4, stages=3), Launch(tokens=64, hidden=32, warps=4, stages=3)),
     INTERPRETER: (Launch(tokens=16, hidden=32, warps=1, stages=1), Launch(tokens=64, hidden=32, warps=1, stages=1)),
 }
-# What is written first stands in registers beside what it is made of: 64 tokens by 32 columns spill on sm_80 and sm_90.
+# What is written first stands in registers beside what it is made of: 64 tokens by 32 columns spill.
 WRITE_READ: Mapping[str, tuple[Launch, ...]] = {
     "sm_80": (Launch(tokens=16, hidden=32, warps=4, stages=3), Launch(tokens=32, hidden=32, warps=4, stages=3)),
     "sm_90": (Launch(tokens=16, hidden=32, warps=8, stages=3), Launch(tokens=64, hidden=16, warps=4, stages=3)),
-    "sm_100": (Launch(tokens=16, hidden=32, warps=8, stages=3), Launch(tokens=64, hidden=32, warps=4, stages=3)),
+    "sm_100": (Launch(tokens=16, hidden=32, warps=8, stages=3), Launch(tokens=64, hidden=16, warps=4, stages=3)),
     INTERPRETER: (Launch(tokens=16, hidden=32, warps=1, stages=1), Launch(tokens=64, hidden=16, warps=1, stages=1)),
 }
 FINISH_WARPS = 8
@@ -63,111 +83,32 @@ COUNTS = ["token_count", "tiles_of_split", "splits"]
 
 
 @triton.jit
-def place(i, N: tl.constexpr, COLUMNS: tl.constexpr):
-    """(row in fn and base, whether there is one) of place i in the padded tile."""
-    r = i // COLUMNS
-    c = i % COLUMNS
-    return r * N + c, (r < 2 + N) & (c < N)
-
-
-@triton.jit
-def rounds(
-    total, square, scale_ptr, base_ptr, width, eps, rms_eps,
-    N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ITERS: tl.constexpr, BLOCK_T: tl.constexpr,
+def finish_few(
+    x_ptr, partial_ptr, square_ptr, counter_ptr, scale_ptr, base_ptr, norm_ptr,
+    pre_ptr, post_ptr, comb_ptr, collapsed_ptr, normed_ptr, token_count, hidden, x_t, x_n, eps, rms_eps, norm_eps,
+    N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ITERS: tl.constexpr, NORMS: tl.constexpr,
+    FEW: tl.constexpr, PARTS: tl.constexpr, BLOCK_ROW: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Projection [BLOCK_T, ROWS * COLUMNS] and sum of squares [BLOCK_T] -> (sigmoids, comb), each [BLOCK_T, ROWS, COLUMNS]."""
-    m = tl.arange(0, ROWS * COLUMNS)
-    at, used = place(m, N, COLUMNS)
-    r = m // COLUMNS
-    scale = tl.where(r == 0, tl.load(scale_ptr), tl.where(r == 1, tl.load(scale_ptr + 1), tl.load(scale_ptr + 2)))
-    base = tl.load(base_ptr + at, mask=used, other=0.0)
-    logits = total * tl.rsqrt(square / width + rms_eps)[:, None] * scale[None, :] + base[None, :]
-    logits = tl.reshape(logits, (BLOCK_T, ROWS, COLUMNS))
-    row = tl.arange(0, ROWS)
-    is_mixing = (row >= 2) & (row < 2 + N)
-    is_stream = tl.arange(0, COLUMNS) < N
-    inside = is_mixing[None, :, None] & is_stream[None, None, :]
-    lifted = tl.where(is_stream[None, None, :], logits, float("-inf"))
-    shares = tl.exp(lifted - tl.max(lifted, 2)[:, :, None])
-    comb = tl.where(inside, shares / tl.sum(shares, 2)[:, :, None] + eps, 0.0)
-    # Places outside are 0 and are divided by 1.
-    comb = comb / tl.where(is_stream[None, :], tl.sum(comb, 1) + eps, 1.0)[:, None, :]
-    for _ in range(ITERS - 1):
-        comb = comb / tl.where(is_mixing[None, :], tl.sum(comb, 2) + eps, 1.0)[:, :, None]
-        comb = comb / tl.where(is_stream[None, :], tl.sum(comb, 1) + eps, 1.0)[:, None, :]
-    return 1.0 / (1.0 + tl.exp(-logits)), comb
-
-
-@triton.jit
-def store_mixes(
-    sigmoids, comb, t, is_token, pre_ptr, post_ptr, comb_ptr, eps,
-    N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Store pre, post and comb of tokens t; returns pre [tokens, COLUMNS]."""
-    row = tl.arange(0, ROWS)
-    c = tl.arange(0, COLUMNS)
-    pre = tl.sum(tl.where((row == 0)[None, :, None], sigmoids, 0.0), 1) + eps
-    post = 2.0 * tl.sum(tl.where((row == 1)[None, :, None], sigmoids, 0.0), 1)
-    of_token = is_token[:, None] & (c < N)[None, :]
-    to = t[:, None] * N + c[None, :]
-    tl.store(pre_ptr + to, pre, mask=of_token)
-    tl.store(post_ptr + to, post, mask=of_token)
-    is_mixing = (row >= 2) & (row < 2 + N)
-    to = (t * (N * N))[:, None, None] + ((row - 2) * N)[None, :, None] + c[None, None, :]
-    tl.store(comb_ptr + to, comb, mask=of_token[:, None, :] & is_mixing[None, :, None])
-    return pre
-
-
-@triton.jit
-def exact_product(x, weights, total, WIDEN: tl.constexpr):
-    """x @ weights + total with float32 weights: those of bfloat16 x as three bfloat16 numbers, which hold all their bits."""
-    if x.dtype == tl.bfloat16:
-        high = weights.to(tl.bfloat16)
-        rest = weights - high.to(tl.float32)
-        middle = rest.to(tl.bfloat16)
-        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-        if WIDEN:
-            x = x.to(tl.float32)
-            high = high.to(tl.float32)
-            middle = middle.to(tl.float32)
-            low = low.to(tl.float32)
-        total = tl.dot(x, low, total, input_precision="ieee")
-        total = tl.dot(x, middle, total, input_precision="ieee")
-        return tl.dot(x, high, total, input_precision="ieee")
-    else:
-        x = x.to(tl.float32)
-        if WIDEN:
-            return tl.dot(x, weights, total, input_precision="ieee")
-        else:
-            return tl.dot(x, weights, total, input_precision="tf32x3")
-
-
-@triton.jit
-def mixing_shares(comb_ptr, post_ptr, t, is_token, N: tl.constexpr):
-    """comb[j, k] of tokens t at j * N + k, then post[k]."""
-    shares = ()
-    for jk in tl.static_range(N * N):
-        shares += (tl.load(comb_ptr + t * (N * N) + jk, mask=is_token, other=0.0),)
-    for k in tl.static_range(N):
-        shares += (tl.load(post_ptr + t * N + k, mask=is_token, other=0.0),)
-    return shares
-
-
-@triton.jit
-def load_streams(rows, x_n, of_tile, N: tl.constexpr):
-    streams = ()
-    for j in tl.static_range(N):
-        streams += (tl.load(rows + j * x_n, mask=of_tile, other=0.0),)
-    return streams
+    """What follows the projection of all tokens, in the last program to arrive."""
+    parts = tl.num_programs(1)
+    if is_last(counter_ptr, parts):
+        t = tl.arange(0, FEW)
+        total, square = sum_of_parts(partial_ptr, square_ptr, t, token_count, parts, ROWS * COLUMNS, FEW, PARTS)
+        sigmoids, comb = rounds(total, square, scale_ptr, base_ptr, N * hidden, eps, rms_eps, N, ROWS, COLUMNS, ITERS, FEW)
+        store_mixes(sigmoids, comb, t, t < token_count, pre_ptr, post_ptr, comb_ptr, eps, N, ROWS, COLUMNS)
+        collapse_tokens(
+            x_ptr, pre_ptr, norm_ptr, collapsed_ptr, normed_ptr, token_count, hidden, x_t, x_n, norm_eps, N, NORMS, BLOCK_ROW, AHEAD
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def project_kernel(
-    x_ptr, old_comb_ptr, old_post_ptr, out_ptr, written_ptr, fn_ptr, scale_ptr, base_ptr,
-    partial_ptr, square_ptr, pre_ptr, post_ptr, comb_ptr,
-    token_count, hidden, tiles_of_split, x_t, x_n, out_t, eps, rms_eps,
-    N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ITERS: tl.constexpr,
-    WRITES: tl.constexpr, SPLIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr,
+def read_kernel(
+    x_ptr, old_comb_ptr, old_post_ptr, out_ptr, written_ptr, fn_ptr, scale_ptr, base_ptr, norm_ptr,
+    partial_ptr, square_ptr, counter_ptr, pre_ptr, post_ptr, comb_ptr, collapsed_ptr, normed_ptr,
+    token_count, hidden, tiles_of_split, x_t, x_n, out_t, eps, rms_eps, norm_eps,
+    N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ITERS: tl.constexpr, WRITES: tl.constexpr, NORMS: tl.constexpr,
+    SUMS: tl.constexpr, FEW: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_ROW: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     MIXES: tl.constexpr = ROWS * COLUMNS
     # Far addresses once, for the program's first token; from there 32 bits reach.
@@ -213,59 +154,47 @@ def project_kernel(
             wide = stream.to(tl.float32)
             square += tl.sum(wide * wide, 1)
         total += part
-    if SPLIT:
+    if WRITES:
+        x_ptr, x_t, x_n = written_ptr, N * hidden, hidden
+    if SUMS == "whole":
+        sigmoids, comb = rounds(
+            total, square, scale_ptr, base_ptr, N * hidden, eps, rms_eps, N, ROWS, COLUMNS, ITERS, BLOCK_T
+        )  # fmt: skip
+        pre_ptr += begin * N
+        store_mixes(sigmoids, comb, t, is_token, pre_ptr, post_ptr + begin * N, comb_ptr + begin * (N * N), eps, N, ROWS, COLUMNS)
+        count = tl.minimum(token_count - begin, BLOCK_T).to(tl.int32)
+        collapse_tokens(
+            x_ptr, pre_ptr, norm_ptr, collapsed_ptr + begin * hidden, normed_ptr + begin * hidden, count, hidden, x_t, x_n, norm_eps,
+            N, NORMS, BLOCK_ROW, AHEAD,
+        )  # fmt: skip
+    else:
         row = split.to(tl.int64) * token_count + begin
         to = t[:, None] * MIXES + tl.arange(0, MIXES)[None, :]
         tl.store(partial_ptr + row * MIXES + to, total, mask=is_token[:, None])
         tl.store(square_ptr + row + t, square, mask=is_token)
-    else:
-        sigmoids, comb = rounds(
-            total, square, scale_ptr, base_ptr, N * hidden, eps, rms_eps, N, ROWS, COLUMNS, ITERS, BLOCK_T
-        )  # fmt: skip
-        store_mixes(sigmoids, comb, begin + t, is_token, pre_ptr, post_ptr, comb_ptr, eps, N, ROWS, COLUMNS)
+        if SUMS == "last":
+            finish_few(
+                x_ptr, partial_ptr, square_ptr, counter_ptr, scale_ptr, base_ptr, norm_ptr,
+                pre_ptr, post_ptr, comb_ptr, collapsed_ptr, normed_ptr, token_count, hidden, x_t, x_n, eps, rms_eps, norm_eps,
+                N, ROWS, COLUMNS, ITERS, NORMS, FEW, PARTS, BLOCK_ROW, AHEAD,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def finish_kernel(
     x_ptr, partial_ptr, square_ptr, scale_ptr, base_ptr, norm_ptr, pre_ptr, post_ptr, comb_ptr, collapsed_ptr, normed_ptr,
     token_count, hidden, splits, x_t, x_n, eps, rms_eps, norm_eps,
-    N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ITERS: tl.constexpr,
-    SPLIT: tl.constexpr, NORMS: tl.constexpr, BLOCK_H: tl.constexpr, PARTS: tl.constexpr,
+    N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ITERS: tl.constexpr, NORMS: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_ROW: tl.constexpr,
 ):  # fmt: skip
-    MIXES: tl.constexpr = ROWS * COLUMNS
-    # Last token first: the end of what `project_kernel` walked is what the L2 still holds.
+    # Last token first: the end of what `read_kernel` walked is what the L2 still holds.
     t = (token_count - 1 - tl.program_id(0)).to(tl.int64)
-    c = tl.arange(0, COLUMNS)
-    if SPLIT:
-        total = tl.zeros([MIXES], tl.float32)
-        square = tl.zeros([1], tl.float32)
-        m = tl.arange(0, MIXES)
-        for begin in range(0, splits, PARTS):
-            part = begin + tl.arange(0, PARTS)
-            row = part.to(tl.int64) * token_count + t
-            total += tl.sum(tl.load(partial_ptr + row[:, None] * MIXES + m[None, :], mask=(part < splits)[:, None], other=0.0), 0)
-            square += tl.sum(tl.load(square_ptr + row, mask=part < splits, other=0.0), 0)
-        sigmoids, comb = rounds(
-            tl.reshape(total, (1, MIXES)), square, scale_ptr, base_ptr, N * hidden, eps, rms_eps, N, ROWS, COLUMNS, ITERS, 1
-        )  # fmt: skip
-        one = t + tl.arange(0, 1)
-        pre = store_mixes(sigmoids, comb, one, one < token_count, pre_ptr, post_ptr, comb_ptr, eps, N, ROWS, COLUMNS)
-        pre = tl.reshape(pre, (COLUMNS,))
-    else:
-        pre = tl.load(pre_ptr + t * N + c, mask=c < N, other=0.0)
-    h = tl.arange(0, BLOCK_H)
-    inside = h < hidden
-    collapsed = tl.zeros([BLOCK_H], tl.float32)
-    for j in tl.static_range(N):
-        share = tl.sum(tl.where(c == j, pre, 0.0), 0)
-        collapsed += share * tl.load(x_ptr + t * x_t + j * x_n + h, mask=inside, other=0.0).to(tl.float32)
-    rounded = collapsed.to(collapsed_ptr.dtype.element_ty)
-    tl.store(collapsed_ptr + t * hidden + h, rounded, mask=inside)
-    if NORMS:
-        seen = rounded.to(tl.float32)
-        length = tl.rsqrt(tl.sum(seen * seen, 0) / hidden + norm_eps)
-        normed = seen * length * tl.load(norm_ptr + h, mask=inside, other=0.0)
-        tl.store(normed_ptr + t * hidden + h, normed.to(normed_ptr.dtype.element_ty), mask=inside)
+    one = t + tl.arange(0, 1)
+    total, square = sum_of_parts(partial_ptr, square_ptr, one, token_count, splits, ROWS * COLUMNS, 1, PARTS)
+    sigmoids, comb = rounds(total, square, scale_ptr, base_ptr, N * hidden, eps, rms_eps, N, ROWS, COLUMNS, ITERS, 1)
+    store_mixes(sigmoids, comb, one, one < token_count, pre_ptr, post_ptr, comb_ptr, eps, N, ROWS, COLUMNS)
+    tl.debug_barrier()
+    collapse_token(x_ptr, pre_ptr, norm_ptr, collapsed_ptr, normed_ptr, t, hidden, x_t, x_n, norm_eps, N, NORMS, BLOCK_ROW)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -298,33 +227,34 @@ def padded(n: int) -> dict:
     return {"N": n, "COLUMNS": columns, "ROWS": max(triton.next_power_of_2(2 + n), 16 // columns)}
 
 
-def project_options(launch: Launch, n: int, iters: int, writes: bool, is_split: bool) -> dict:
-    """The constants of `project_kernel` and the compiler's options."""
-    return padded(n) | {
-        "ITERS": iters,
+def of_rows(n: int, iters: int, hidden: int, norms: bool, tokens: int) -> dict:
+    """The constants of whoever adds up partial sums of `tokens` at a time, runs the rounds, and collapses and norms rows."""
+    tile = padded(n)
+    at_a_time = max(1, PARTS // (tokens * tile["ROWS"] * tile["COLUMNS"]))
+    shared = {"ITERS": iters, "NORMS": norms, "PARTS": at_a_time, "BLOCK_ROW": triton.next_power_of_2(hidden), "enable_fp_fusion": True}
+    return tile | shared
+
+
+def read_options(launch: Launch, n: int, iters: int, hidden: int, tokens: int, sums: str, *, writes: bool, norms: bool) -> dict:
+    """The constants of `read_kernel` and the compiler's options."""
+    few = triton.next_power_of_2(tokens) if sums == LAST else 1
+    return of_rows(n, iters, hidden, norms, few) | {
         "WRITES": writes,
-        "SPLIT": is_split,
+        "SUMS": sums,
+        "FEW": few,
+        "AHEAD": ROWS_AHEAD,
         "BLOCK_T": launch.tokens,
         "BLOCK_H": launch.hidden,
         "STAGES": launch.stages,
         # The interpreter takes the bits of 16-bit floats for integers.
         "WIDEN": INTERPRETED,
         "num_warps": launch.warps,
-        "enable_fp_fusion": True,
     }
 
 
-def finish_options(n: int, iters: int, hidden: int, is_split: bool, norms: bool) -> dict:
+def finish_options(n: int, iters: int, hidden: int, norms: bool) -> dict:
     """The constants of `finish_kernel` and the compiler's options."""
-    return padded(n) | {
-        "ITERS": iters,
-        "SPLIT": is_split,
-        "NORMS": norms,
-        "BLOCK_H": triton.next_power_of_2(hidden),
-        "PARTS": PARTS,
-        "num_warps": FINISH_WARPS,
-        "enable_fp_fusion": True,
-    }
+    return of_rows(n, iters, hidden, norms, 1) | {"num_warps": FINISH_WARPS}
 
 
 def write_options(launch: Launch, n: int) -> dict:
@@ -334,10 +264,16 @@ def write_options(launch: Launch, n: int) -> dict:
 
 def split(launch: Launch, tokens: int, hidden: int, device: torch.device) -> tuple[int, int]:
     """(programs that share the hidden width, tiles of each): enough programs for the device, no more than there are tiles."""
-    tiles = triton.cdiv(hidden, launch.hidden)
-    wanted = min(tiles, PROGRAMS * processors(device) // triton.cdiv(tokens, launch.tokens) or 1)
-    each = triton.cdiv(tiles, wanted)
+    tiles, rows = triton.cdiv(hidden, launch.hidden), triton.cdiv(tokens, launch.tokens)
+    if rows >= ENOUGH * processors(device):
+        return 1, tiles
+    each = triton.cdiv(tiles, min(tiles, PROGRAMS * processors(device) // rows))
     return triton.cdiv(tiles, each), each
+
+
+def way(tokens: int, splits: int) -> str:
+    """What becomes of a program's sums."""
+    return WHOLE if splits == 1 else LAST if tokens <= FEW_TOKENS else LEFT
 
 
 def read(
@@ -346,35 +282,43 @@ def read(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """(streams read, pre, post, comb, collapsed, normed), checked by the caller; `written`: comb, post and output to write back first."""
     b, s, n, hidden = x.shape
-    x = aligned_rows(x.reshape(b * s, n, hidden))
+    tokens, writes, norms = b * s, written is not None, norm is not None
+    x = aligned_rows(x.reshape(tokens, n, hidden))
     mixes = [torch.empty(b, s, *shape, dtype=torch.float32, device=x.device) for shape in ((n,), (n,), (n, n))]
     collapsed = torch.empty(b, s, hidden, dtype=x.dtype, device=x.device)
-    normed = torch.empty(b, s, hidden, dtype=x.dtype, device=x.device) if norm is not None else collapsed.new_empty(0)
-    streams = torch.empty(b, s, n, hidden, dtype=x.dtype, device=x.device) if written else x
-    if b * s == 0:
+    normed = torch.empty(b, s, hidden, dtype=x.dtype, device=x.device) if norms else collapsed.new_empty(0)
+    streams = torch.empty(b, s, n, hidden, dtype=x.dtype, device=x.device) if writes else x
+    if tokens == 0:
         return streams, *mixes, collapsed, normed
-    launch = pick(READ if written is None else WRITE_READ, architecture(x.device), b * s)
-    if x.stride(0) * min(launch.tokens, b * s) + x.stride(1) * n > REACH:
+    launch = pick(WRITE_READ if writes else READ, architecture(x.device), tokens)
+    if x.stride(0) * min(launch.tokens, tokens) + x.stride(1) * n > REACH:
         x = x.contiguous()
-    splits, each = split(launch, b * s, hidden, x.device)
+    splits, each = split(launch, tokens, hidden, x.device)
+    sums = way(tokens, splits)
     fn, scale, base = (t.contiguous() for t in (fn, scale, base))
-    options = project_options(launch, n, iters, written is not None, splits > 1)
-    partial = torch.empty(splits, b * s, options["ROWS"] * options["COLUMNS"], dtype=torch.float32, device=x.device) if splits > 1 else fn
-    square = torch.empty(splits, b * s, dtype=torch.float32, device=x.device) if splits > 1 else fn
-    # Without something to write, the kernel is given addresses it never reads.
-    comb, post, out = (fn, fn, x) if written is None else (t.contiguous() for t in written)
+    options = read_options(launch, n, iters, hidden, tokens, sums, writes=writes, norms=norms)
+    # Without parts, a write or a norm the kernel is given addresses that it never reads.
+    partial = square = counter = fn
+    if sums != WHOLE:
+        partial = torch.empty(splits, tokens, options["ROWS"] * options["COLUMNS"], dtype=torch.float32, device=x.device)
+        square = torch.empty(splits, tokens, dtype=torch.float32, device=x.device)
+    if sums == LAST:
+        counter = counters(x.device, 1)
+    comb, post, out = (t.contiguous() for t in written) if writes else (fn, fn, x)
+    weight = norm if norms else fn
     with torch.cuda.device_of(x):
-        project_kernel[(triton.cdiv(b * s, launch.tokens), splits)](
-            *(x, comb, post, out, streams, fn, scale, base, partial, square, *mixes),
-            *(b * s, hidden, each, x.stride(0), x.stride(1), hidden, eps, rms_eps),
+        read_kernel[(triton.cdiv(tokens, launch.tokens), splits)](
+            *(x, comb, post, out, streams, fn, scale, base, weight, partial, square, counter, *mixes, collapsed, normed),
+            *(tokens, hidden, each, x.stride(0), x.stride(1), hidden, eps, rms_eps, norm_eps),
             **options,
         )
-        read_from = streams.view(b * s, n, hidden)
-        finish_kernel[(b * s,)](
-            *(read_from, partial, square, scale, base, fn if norm is None else norm, *mixes, collapsed, normed),
-            *(b * s, hidden, splits, read_from.stride(0), read_from.stride(1), eps, rms_eps, norm_eps),
-            **finish_options(n, iters, hidden, splits > 1, norm is not None),
-        )
+        if sums == LEFT:
+            rows = streams.view(tokens, n, hidden) if writes else x
+            finish_kernel[(tokens,)](
+                *(rows, partial, square, scale, base, weight, *mixes, collapsed, normed),
+                *(tokens, hidden, splits, rows.stride(0), rows.stride(1), eps, rms_eps, norm_eps),
+                **finish_options(n, iters, hidden, norms),
+            )
     return streams, *mixes, collapsed, normed
 
 

@@ -219,7 +219,7 @@ class Rows:
         scale = None if key_scale is None else key_scale.contiguous()
         return cls(queries, aligned_rows(keys), scale, weights.contiguous(), positions.contiguous(), rate)
 
-    def score(self, begin: int, chunk: int, seen: int, fills: bool) -> Tensor:
+    def score(self, begin: int, chunk: int, seen: int, fills: bool, weight_scale: float = 1.0) -> Tensor:
         """[b chunk seen] float32 of queries begin ... begin + chunk, each against the first `seen` entries; where an entry is not
         closed -inf, or with fills=False whatever was there before.
         """
@@ -237,7 +237,7 @@ class Rows:
             score_kernel[(blocks, triton.cdiv(tiles, each))](
                 *(self.queries, self.keys, key_scale, self.weights, self.positions, scores),
                 *(begin, s, chunk, self.keys.shape[1], seen, self.rate, each, seen),
-                *(*self.queries.stride()[:2], *self.keys.stride()[:2], heads, width**-0.5),
+                *(*self.queries.stride()[:2], *self.keys.stride()[:2], heads, width**-0.5 * weight_scale),
                 **score_options(launch, heads, width, self.key_scale is not None, fills),
             )
         return scores

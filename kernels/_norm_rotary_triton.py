@@ -33,6 +33,38 @@ ROWS: Mapping[str, Launch] = {
 }
 
 
+@triton.jit
+def turn(y, cos, sin, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """y [ROWS, COLUMNS], its pairs turned; cos and sin broadcast over [ROWS, COLUMNS / 2]."""
+    even, odd = tl.split(tl.reshape(y, (ROWS, COLUMNS // 2, 2)))
+    return tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (ROWS, COLUMNS))
+
+
+@triton.jit
+def normed_and_turned(
+    y, t, is_row, weight_ptr, cos_ptr, sin_ptr, eps,
+    DTYPE: tl.constexpr, D: tl.constexpr, TURNED: tl.constexpr, NORMS: tl.constexpr, WEIGHTED: tl.constexpr, BACK: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Rows y [BLOCK_R, BLOCK_D] float32 of tokens t, zero beyond D channels; after the norm rounded to DTYPE, after the rotary not yet."""
+    d = tl.arange(0, BLOCK_D)
+    if NORMS:
+        y = y * tl.rsqrt(tl.sum(y * y, 1) / D + eps)[:, None]
+        if WEIGHTED:
+            y = y * tl.load(weight_ptr + d, mask=d < D, other=0.0)[None, :]
+        y = y.to(DTYPE).to(tl.float32)
+    if TURNED > 0:
+        pair = tl.arange(0, BLOCK_D // 2) - (D - TURNED) // 2
+        turns = is_row[:, None] & ((pair >= 0) & (pair < TURNED // 2))[None, :]
+        angle = t[:, None] * (TURNED // 2) + pair[None, :]
+        cos = tl.load(cos_ptr + angle, mask=turns, other=1.0)
+        sin = tl.load(sin_ptr + angle, mask=turns, other=0.0)
+        if BACK:
+            sin = -sin
+        y = turn(y, cos, sin, BLOCK_R, BLOCK_D)
+    return y
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def norm_rotary_kernel(
     x_ptr, weight_ptr, cos_ptr, sin_ptr, valid_ptr, out_ptr,
@@ -48,21 +80,9 @@ def norm_rotary_kernel(
     t = row // rows_of_token
     at = t * x_t + (row % rows_of_token) * x_r
     y = tl.load(x_ptr + at[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
-    if NORMS:
-        y = y * tl.rsqrt(tl.sum(y * y, 1) / D + eps)[:, None]
-        if WEIGHTED:
-            y = y * tl.load(weight_ptr + d, mask=d < D, other=0.0)[None, :]
-        y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
-    if TURNED > 0:
-        pair = tl.arange(0, BLOCK_D // 2) - (D - TURNED) // 2
-        turns = is_row[:, None] & ((pair >= 0) & (pair < TURNED // 2))[None, :]
-        angle = t[:, None] * (TURNED // 2) + pair[None, :]
-        cos = tl.load(cos_ptr + angle, mask=turns, other=1.0)
-        sin = tl.load(sin_ptr + angle, mask=turns, other=0.0)
-        if BACK:
-            sin = -sin
-        even, odd = tl.split(tl.reshape(y, (BLOCK_R, BLOCK_D // 2, 2)))
-        y = tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (BLOCK_R, BLOCK_D))
+    y = normed_and_turned(
+        y, t, is_row, weight_ptr, cos_ptr, sin_ptr, eps, out_ptr.dtype.element_ty, D, TURNED, NORMS, WEIGHTED, BACK, BLOCK_R, BLOCK_D
+    )  # fmt: skip
     if MASKED:
         valid = tl.load(valid_ptr + t, mask=is_row, other=0)
         y = tl.where((valid != 0)[:, None], y, 0.0)

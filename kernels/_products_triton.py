@@ -64,7 +64,7 @@ def _e8m0(byte):
 
 
 @triton.jit
-def _scale(pointers):
+def load_scale(pointers):
     value = tl.load(pointers)
     if value.dtype == tl.uint8:
         return _e8m0(value)
@@ -121,7 +121,7 @@ def multiply(
             else:
                 return tl.dot(w, x, acc)
         else:
-            scale = _scale(scales + block_row * SCALES_WIDE + k0 // 128)[:, None]
+            scale = load_scale(scales + block_row * SCALES_WIDE + k0 // 128)[:, None]
             if FORM == "fp8 x fp8":
                 part = tl.dot(w.to(tl.float32), x, input_precision="ieee") if WIDEN else tl.dot(w, x)
                 return acc + part * (scale * x_scale[None, :])
@@ -157,7 +157,7 @@ def multiply_transposed(
         w = tl.load(codes + row[:, None] * N + column[None, :], mask=mask, other=0.0)
     part = tl.dot(tl.trans(w.to(tl.float32)), d, input_precision="ieee") if WIDEN else tl.dot(tl.trans(w.to(tl.bfloat16)), d)
     if FORM == "fp8":
-        return acc + part * _scale(scales + block_row * SCALES_WIDE + column0 // 128)
+        return acc + part * load_scale(scales + block_row * SCALES_WIDE + column0 // 128)
     elif FORM == "fp4":
         # Times one, or the sum would move into the product, whose parts then wait for each other on sm_90 (ptxas: C7515).
         return acc + part * (column0 >= 0).to(tl.float32)

@@ -30,6 +30,53 @@ def _expert_of(indices, valid, slot, n, top_k, E, MASKED: tl.constexpr):
 
 
 @triton.jit
+def rank_slots(indices, valid, order, begin, n, top_k, E, RANKED: tl.constexpr, MASKED: tl.constexpr):
+    """Places of RANKED slots from `begin` on."""
+    i = begin + tl.arange(0, RANKED)
+    mine = _expert_of(indices, valid, i, n, top_k, E, MASKED)
+    rank = tl.zeros((RANKED,), tl.int32)
+    # rank[i] = how many j have expert[j] < expert[i], or the same expert and j < i
+    for j0 in range(0, n, RANKED):
+        j = j0 + tl.arange(0, RANKED)
+        other = _expert_of(indices, valid, j, n, top_k, E, MASKED)
+        is_less = other[None, :] < mine[:, None]
+        is_earlier = (other[None, :] == mine[:, None]) & (j[None, :] < i[:, None])
+        rank += tl.sum((is_less | is_earlier).to(tl.int32), 1)
+    tl.store(order + rank, i, mask=i < n)
+
+
+@triton.jit
+def count_slots(
+    indices, valid, ends, tile_expert, tile_row, n, top_k, E, tiles,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr, COUNTED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Ends of the groups, and tiles."""
+    e = tl.arange(0, EXPERTS)
+    count = tl.zeros((EXPERTS,), tl.int32)
+    # count[e] = how many j have expert[j] = e
+    for j0 in range(0, n, COUNTED):
+        slot = j0 + tl.arange(0, COUNTED)
+        other = _expert_of(indices, valid, slot, n, top_k, E, MASKED)
+        count += tl.sum((other[None, :] == e[:, None]).to(tl.int32), 1)
+    count = tl.where(e < E, count, 0)
+    end = tl.cumsum(count, 0)
+    tl.store(ends + e, end, mask=e < E)
+    need = (count + ROWS - 1) // ROWS
+    upto = tl.cumsum(need, 0)
+    total = tl.sum(need, 0)
+    # Where tile 0 would begin, were all tiles the expert's.
+    base = end - count - (upto - need) * ROWS
+    # expert[t] = how many e have upto[e] <= t
+    for t0 in range(0, tiles, COUNTED):
+        t = t0 + tl.arange(0, COUNTED)
+        expert = tl.sum((upto[None, :] <= t[:, None]).to(tl.int32), 1)
+        is_its = e[None, :] == expert[:, None]
+        first = tl.sum(tl.where(is_its, base[None, :], 0), 1) + t * ROWS
+        tl.store(tile_expert + t, tl.where(t < total, expert, -1), mask=t < tiles)
+        tl.store(tile_row + t, tl.where(t < total, first, 0), mask=t < tiles)
+
+
+@triton.jit
 def route(
     indices, valid, order, ends, tile_expert, tile_row,
     n, top_k, E, tiles,
@@ -39,41 +86,9 @@ def route(
     """The last program counts, the others rank."""
     pid = tl.program_id(0)
     if pid < tl.num_programs(0) - 1:
-        i = pid * RANKED + tl.arange(0, RANKED)
-        mine = _expert_of(indices, valid, i, n, top_k, E, MASKED)
-        rank = tl.zeros((RANKED,), tl.int32)
-        # rank[i] = how many j have expert[j] < expert[i], or the same expert and j < i
-        for j0 in range(0, n, RANKED):
-            j = j0 + tl.arange(0, RANKED)
-            other = _expert_of(indices, valid, j, n, top_k, E, MASKED)
-            is_less = other[None, :] < mine[:, None]
-            is_earlier = (other[None, :] == mine[:, None]) & (j[None, :] < i[:, None])
-            rank += tl.sum((is_less | is_earlier).to(tl.int32), 1)
-        tl.store(order + rank, i, mask=i < n)
+        rank_slots(indices, valid, order, pid * RANKED, n, top_k, E, RANKED, MASKED)
     else:
-        e = tl.arange(0, EXPERTS)
-        count = tl.zeros((EXPERTS,), tl.int32)
-        # count[e] = how many j have expert[j] = e
-        for j0 in range(0, n, COUNTED):
-            slot = j0 + tl.arange(0, COUNTED)
-            other = _expert_of(indices, valid, slot, n, top_k, E, MASKED)
-            count += tl.sum((other[None, :] == e[:, None]).to(tl.int32), 1)
-        count = tl.where(e < E, count, 0)
-        end = tl.cumsum(count, 0)
-        tl.store(ends + e, end, mask=e < E)
-        need = (count + ROWS - 1) // ROWS
-        upto = tl.cumsum(need, 0)
-        total = tl.sum(need, 0)
-        # Where tile 0 would begin, were all tiles the expert's.
-        base = end - count - (upto - need) * ROWS
-        # expert[t] = how many e have upto[e] <= t
-        for t0 in range(0, tiles, COUNTED):
-            t = t0 + tl.arange(0, COUNTED)
-            expert = tl.sum((upto[None, :] <= t[:, None]).to(tl.int32), 1)
-            is_its = e[None, :] == expert[:, None]
-            first = tl.sum(tl.where(is_its, base[None, :], 0), 1) + t * ROWS
-            tl.store(tile_expert + t, tl.where(t < total, expert, -1), mask=t < tiles)
-            tl.store(tile_row + t, tl.where(t < total, first, 0), mask=t < tiles)
+        count_slots(indices, valid, ends, tile_expert, tile_row, n, top_k, E, tiles, ROWS, EXPERTS, COUNTED, MASKED)
 
 
 def groups(indices: Tensor, valid: Tensor | None, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

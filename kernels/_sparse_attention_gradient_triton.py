@@ -116,9 +116,9 @@ def backward_kernel(
     # Without hoisting: addresses of q and grad, kept for each step, would spill.
     for tile in tl.range(0, tiles, num_stages=STAGES, disable_licm=True):
         keys, seen, place = keys_of_tile(
-            tile, position, first, last, closed, listed, window_tiles, window, entry_count,
+            tile, position, first, last, closed, listed, window_tiles, window, column_count, entry_count,
             token_rows, entry_rows, position_row, selection_row, token_k, entry_e,
-            SELECTED, False, D, BLOCK_D, BLOCK_K,
+            SELECTED, False, False, D, BLOCK_D, BLOCK_K,
         )  # fmt: skip
         weights = tl.full([BLOCK_N, BLOCK_K], 0.0, tl.float32).to(NARROW)
         score_grad = tl.full([BLOCK_N, BLOCK_K], 0.0, tl.float32).to(NARROW)

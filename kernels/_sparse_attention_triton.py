@@ -113,22 +113,27 @@ def extent(
 
 @triton.jit
 def keys_of_tile(
-    tile, position, first, last, closed, listed, window_tiles, window, entry_count,
+    tile, position, first, last, closed, listed, window_tiles, window, column_count, entry_count,
     token_rows, entry_rows, position_row, selection_row, token_k, entry_e,
-    SELECTED: tl.constexpr, RING: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    SELECTED: tl.constexpr, RING: tl.constexpr, ORDERED: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """(keys [BLOCK_K, BLOCK_D], which of them the query sees, their rows in their tensor).
 
-    A ring may hold anything where it holds no token the query sees: there it is not read.
+    A ring may hold anything where it holds no token the query sees: there it is not read. ORDERED:
+    first ... last are the positions the query sees, counted from one that stands in column 0.
     """
     k = tl.arange(0, BLOCK_K)
     d = tl.arange(0, BLOCK_D)
     column = first + tile * BLOCK_K + k
     in_window = column <= last
-    token_position = tl.load(position_row + column, mask=in_window, other=-1).to(tl.int32)
-    distance = position - token_position
-    seen_token = in_window & (token_position >= 0) & (distance >= 0) & (distance < window)
+    if ORDERED:
+        seen_token = in_window
+        column = tl.where(column < column_count, column, column - column_count)
+    else:
+        token_position = tl.load(position_row + column, mask=in_window, other=-1).to(tl.int32)
+        distance = position - token_position
+        seen_token = in_window & (token_position >= 0) & (distance >= 0) & (distance < window)
     slot = (tile - window_tiles) * BLOCK_K + k
     in_list = (slot >= 0) & (slot < listed)
     entry = slot
@@ -151,9 +156,9 @@ def attend(
     q, first_tile, end_tile, scale,
     position, first, last, closed, listed, window_tiles, window, column_count, entry_count, slot_count,
     token_rows, entry_rows, position_row, selection_row, token_k, entry_e,
-    SELECTED: tl.constexpr, RING: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr,
-    NARROW: tl.constexpr,
+    SELECTED: tl.constexpr, RING: tl.constexpr, ORDERED: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    WIDEN: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     """(largest score in base 2, sum of 2^(score - largest), that sum over the keys) of these tiles."""
     to_base2 = scale * LOG2E
@@ -164,9 +169,9 @@ def attend(
     # Where rows are named by what is read, without hoisting: addresses kept for each step would spill.
     for tile in tl.range(first_tile, end_tile, num_stages=STAGES, disable_licm=SELECTED or RING):
         keys, seen, _ = keys_of_tile(
-            tile, position, first, last, closed, listed, window_tiles, window, entry_count,
+            tile, position, first, last, closed, listed, window_tiles, window, column_count, entry_count,
             token_rows, entry_rows, position_row, selection_row, token_k, entry_e,
-            SELECTED, RING, D, BLOCK_D, BLOCK_K,
+            SELECTED, RING, ORDERED, D, BLOCK_D, BLOCK_K,
         )  # fmt: skip
         weights = tl.full([BLOCK_N, BLOCK_K], 0.0, tl.float32).to(NARROW)
         fade = tl.full([BLOCK_N], 1.0, tl.float32)
@@ -227,7 +232,7 @@ def forward_kernel(
         token_position_ptr + batch * token_position_b,
         selection_ptr + batch * selection_b + query.to(tl.int64) * selection_s,
         token_k, entry_e,
-        SELECTED, False, D, BLOCK_D, BLOCK_N, BLOCK_K, STAGES, WIDEN, NARROW,
+        SELECTED, False, False, D, BLOCK_D, BLOCK_N, BLOCK_K, STAGES, WIDEN, NARROW,
     )  # fmt: skip
     sink = tl.load(sink_ptr + n, mask=n < heads, other=0.0) * LOG2E
     factor, lse = factors(largest, total, sink)

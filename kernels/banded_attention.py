@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.functional import pad
 
-from dsv4.kernels.numeric import wide
+from dsv4.kernels.numeric import is_plain, wide
 from dsv4.kernels.reach import Reach, visible_entries, visible_tokens
 from dsv4.kernels.recompute import gradients
 
@@ -133,7 +133,13 @@ def few_queries(queries, tokens, entries, sinks, reach: Reach, selection, scale:
 
 def _in_chunks(queries, tokens, entries, sinks, reach: Reach, selection, scale: float) -> Tensor:
     plan = _Bands.of(queries, tokens, entries, selection, reach)
-    outputs = [chunk.mixed() for _, _, chunk in plan.chunks(queries, entries, sinks, scale)]
+    chunks = plan.chunks(queries, entries, sinks, scale)
+    if plan.step < queries.shape[1] and is_plain(queries):
+        out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        for begin, end, chunk in chunks:
+            out[:, begin:end] = chunk.mixed()
+        return out
+    outputs = [chunk.mixed() for _, _, chunk in chunks]
     return (torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]).to(queries.dtype)
 
 
@@ -304,14 +310,24 @@ def _gathers(entries: Tensor, selection: Tensor | None) -> bool:
 def _few(queries, tokens, entries, sinks, reach: Reach, selection) -> Tensor:
     """queries [b s N D] scaled."""
     b, s, heads, _ = queries.shape
-    flat, hidden = queries.flatten(1, 2), reach.tokens_hidden.unsqueeze(2)
-    on_tokens = torch.bmm(flat, tokens.transpose(1, 2)).view(b, s, heads, -1).masked_fill_(hidden, float("-inf"))
-    # Padding sees nothing, whatever its sink: a finite one keeps its row finite.
-    on_sink = sinks[:, None].expand(b, s, heads, 1).masked_fill(reach.at_padding[..., None, None], 0.0)
+    hides_tokens, has_padding = reach.hides_any
+    on_tokens = torch.bmm(queries.flatten(1, 2), tokens.transpose(1, 2)).view(b, s, heads, -1)
+    if hides_tokens:
+        on_tokens.masked_fill_(reach.tokens_hidden.unsqueeze(2), float("-inf"))
+    on_sink = sinks[:, None].expand(b, s, heads, 1)
+    if has_padding:
+        # Padding sees nothing, whatever its sink: a finite one keeps its row finite.
+        on_sink = on_sink.masked_fill(reach.at_padding[..., None, None], 0.0)
     if entries is None:
         weights = torch.softmax(torch.cat((on_tokens, on_sink), dim=-1), dim=-1)
         return torch.bmm(weights[..., :-1].flatten(1, 2), tokens).view_as(queries)
-    on_entries, chosen = _entry_scores(queries, wide(entries), selection, reach.query_positions, reach.rate)
+    entries = wide(entries)
+    if selection is None:
+        on_entries, hidden, chosen = _dense_scores(queries, entries), reach.entries_hidden(entries.shape[1]), entries.unsqueeze(1)
+        if hidden is not None:
+            on_entries.masked_fill_(hidden.unsqueeze(2), float("-inf"))
+    else:
+        on_entries, chosen = _entry_scores(queries, entries, selection, reach.query_positions, reach.rate)
     weights = torch.softmax(torch.cat((on_tokens, on_entries, on_sink), dim=-1), dim=-1)
     mixed = torch.bmm(weights[..., : tokens.shape[1]].flatten(1, 2), tokens).view_as(queries)
     return mixed + weights[..., tokens.shape[1] : -1] @ chosen
@@ -319,14 +335,26 @@ def _few(queries, tokens, entries, sinks, reach: Reach, selection) -> Tensor:
 
 def _entry_scores(queries, entries, selection, positions, rate: int) -> tuple[Tensor, Tensor]:
     """(scores [b s N t or e], the entries they are of [b s t D] or [b 1 e D])."""
-    b, s, heads, width = queries.shape
     if _gathers(entries, selection):
-        rows = torch.arange(b, device=entries.device)[:, None, None]
-        chosen = entries[rows, selection.clamp(min=0)]
+        chosen = _gathered(entries, selection.clamp(min=0))
         closed = (selection >= 0) & ((selection + 1) * rate <= positions.unsqueeze(-1) + 1)
         scores = queries @ chosen.transpose(-1, -2)
     else:
         chosen = entries.unsqueeze(1)
         closed = visible_entries(positions, rate, entries.shape[1], selection)
-        scores = (queries.reshape(b, s * heads, width) @ entries.transpose(1, 2)).view(b, s, heads, -1)
+        scores = _dense_scores(queries, entries)
     return scores.masked_fill_(~closed.unsqueeze(2), float("-inf")), chosen
+
+
+def _dense_scores(queries: Tensor, entries: Tensor) -> Tensor:
+    """[b s N D], [b e D] -> [b s N e]."""
+    b, s, heads, width = queries.shape
+    return (queries.reshape(b, s * heads, width) @ entries.transpose(1, 2)).view(b, s, heads, -1)
+
+
+def _gathered(entries: Tensor, index: Tensor) -> Tensor:
+    """[b e D], [b s t] -> [b s t D]."""
+    if len(entries) == 1:
+        return entries[0].index_select(0, index.flatten()).view(*index.shape, -1)
+    rows = torch.arange(len(entries), device=entries.device)[:, None, None]
+    return entries[rows, index]

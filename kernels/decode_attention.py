@@ -9,6 +9,9 @@ slots of the ring they lie, and entry j (of the selected ones, or of all) once j
 that are not closed, may hold anything. No size depends on a value, so that one CUDA graph serves every step.
 Softmax in float32, output rounded once. A query that sees nothing gets zeros.
 
+`ring_attention` is the same over a ring in order, token p in slot p mod R, which a cache is between steps: nothing says where a token is
+but its position, only a query's own window is walked, and what comes back is turned back by the query's angle. It has no gradient.
+
 Axes: b batch, s query (1 to a few), N heads, D head width, R slots of the ring, E entries there is room for, t selected entries.
 """
 
@@ -16,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels import recompute
+from dsv4.kernels.norm_rotary import rotate_back
 from dsv4.kernels.numeric import wide
 from dsv4.kernels.reach import visible_entries, visible_tokens
 from dsv4.kernels.sparse_attention import refusal, softmax_with_sink
@@ -110,12 +114,84 @@ def _(queries, tokens, entries, sinks, selection, query_positions, token_positio
 recompute.register(fused_decode_attention, decode_attention_reference, tensors=7)
 
 
+def ring_positions(query_positions: Tensor, slots: int) -> Tensor:
+    """Of a ring in order, query_positions [b s] of its last tokens -> [b R] positions of the tokens it holds, -1 where there is none."""
+    last = query_positions.amax(1, keepdim=True)
+    held = last - (last - torch.arange(slots, device=last.device)) % slots
+    return held.clamp(min=-1)
+
+
+def ring_attention_reference(
+    queries: Tensor,
+    ring: Tensor,
+    entries: Tensor | None,
+    sinks: Tensor,
+    selection: Tensor | None,
+    query_positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    window: int,
+    rate: int,
+    scale: float,
+) -> Tensor:
+    """The definition: same arguments and result as `ring_attention`."""
+    places = ring_positions(query_positions, ring.shape[1])
+    out, _ = decode_attention_reference(queries, ring, entries, sinks, selection, query_positions, places, window, rate, scale)
+    return rotate_back(out, cos.unsqueeze(2), sin.unsqueeze(2))
+
+
+@torch.library.custom_op("dsv4::ring_attention", mutates_args=())
+def ring_attention(
+    queries: Tensor,
+    ring: Tensor,
+    entries: Tensor | None,
+    sinks: Tensor,
+    selection: Tensor | None,
+    query_positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    window: int,
+    rate: int,
+    scale: float,
+) -> Tensor:
+    """`decode_attention` in device code over a ring in order, turned back.
+
+    Args:
+        ring: [b R D] rotated keys, token p in slot p mod R; R >= window + s - 1, or no row is longer than R. A row's queries are the last
+            of its tokens.
+        cos, sin: [b s turned / 2] float32 of the queries' positions. The other arguments are those of `decode_attention`.
+    Returns:
+        [b s N D] of queries' dtype, rounded once before it is turned and once after.
+    Raises:
+        ValueError: shapes or dtypes that do not fit, or a device on which it cannot run.
+    """
+    b, s, _, width = queries.shape
+    _check(queries, ring, entries, sinks, selection, query_positions, None, window, rate)
+    for name, angle in (("cos", cos), ("sin", sin)):
+        half = angle.shape[-1]
+        if angle.shape != (b, s, half) or angle.dtype != torch.float32 or (half and width % 2) or 2 * half > width:
+            raise ValueError(f"{name} {list(angle.shape)} {angle.dtype} for heads of {width}; expected [{b} {s} turned/2] torch.float32")
+    reason = refusal("triton", queries.device, queries.dtype, width)
+    if reason is not None:
+        raise ValueError(f'backend="triton": {reason}; use backend="torch" (of a model: model.use_kernels("torch"))')
+    from dsv4.kernels import _decode_attention_triton as device_code
+
+    return device_code.ring(queries, ring, entries, sinks, selection, query_positions, cos, sin, window, rate, scale)
+
+
+@ring_attention.register_fake
+def _(queries, ring, entries, sinks, selection, query_positions, cos, sin, window, rate, scale):
+    return queries.new_empty(queries.shape)
+
+
 def _check(queries, tokens, entries, sinks, selection, query_positions, token_positions, window: int, rate: int) -> None:
     if queries.dim() != 4 or tokens.dim() != 3:
         raise ValueError(f"queries {list(queries.shape)} and tokens {list(tokens.shape)}; expected [b s N D] and [b R D]")
     (b, s, heads, width), slots = queries.shape, tokens.shape[1]
     expected = {"tokens": (tokens, (b, slots, width)), "sinks": (sinks, (heads,))}
-    expected |= {"query_positions": (query_positions, (b, s)), "token_positions": (token_positions, (b, slots))}
+    expected["query_positions"] = (query_positions, (b, s))
+    if token_positions is not None:
+        expected["token_positions"] = (token_positions, (b, slots))
     if entries is not None:
         expected["entries"] = (entries, (b, entries.shape[1] if entries.dim() == 3 else -1, width))
     if selection is not None:

@@ -243,7 +243,7 @@ def fused_experts(
     Args:
         valid: [t] bool or None; a token that is not valid costs nothing and gets zeros.
     """
-    x, indices, weights, bank = _ready(x, indices, weights, valid, Stored(first, first_scale, second, second_scale), deployed)
+    x, indices, weights, bank = ready(x, indices, weights, valid, Stored(first, first_scale, second, second_scale), deployed)
     from dsv4.kernels import _grouped_experts_triton as device_code
 
     return device_code.run(x, indices, weights, valid, bank, limit, deployed)
@@ -271,7 +271,7 @@ def fused_gradient(
     """For the cotangent v [t H] of `fused_experts`: gradients of x [t H] and weights [t k], both float32; gradient of gate beside up
     [n 2I] and neurons [n I] of the slots sorted by expert, which a dense bank's gradient is made of (empty unless `keep`).
     """
-    x, indices, weights, bank = _ready(x, indices, weights, valid, Stored(first, first_scale, second, second_scale), False)
+    x, indices, weights, bank = ready(x, indices, weights, valid, Stored(first, first_scale, second, second_scale), False)
     from dsv4.kernels import _grouped_experts_gradient_triton as device_code
 
     return device_code.run(v.contiguous(), x, indices, weights, valid, bank, limit, keep)
@@ -290,7 +290,7 @@ def is_deployed(numerics: str) -> bool:
     return numerics == "deployed"
 
 
-def _ready(x: Tensor, indices: Tensor, weights: Tensor, valid: Tensor | None, bank: Stored, deployed: bool):
+def ready(x: Tensor, indices: Tensor, weights: Tensor, valid: Tensor | None, bank: Stored, deployed: bool):
     """Checked, and dense in memory."""
     _check(x, indices, weights, valid, bank)
     reason = refusal("triton", x.device, x.dtype, bank.form)
@@ -330,7 +330,7 @@ def _keep(ctx, inputs, output) -> None:
     ctx.save_for_backward(*tensors)
 
 
-def _gradient(ctx, grad: Tensor):
+def gradient(ctx, grad: Tensor):
     """By device code; by the torch definition where the gradient is to have a gradient."""
     if torch.is_grad_enabled():
         return *_differentiable_gradient(ctx, grad), None, None
@@ -365,4 +365,4 @@ def _differentiable_gradient(ctx, grad: Tensor) -> list[Tensor | None]:
     return grads
 
 
-fused_experts.register_autograd(_gradient, setup_context=_keep)
+fused_experts.register_autograd(gradient, setup_context=_keep)

@@ -14,53 +14,86 @@ The `fused_` functions are the same as registered ops (`dsv4::hyper_read`, `dsv4
 that is imported when it is first asked for. A read can norm what it collapsed (`rms_norm`), in the same pass.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from dsv4.kernels import recompute
+from dsv4.kernels import few_mixes, recompute
 from dsv4.kernels.backend import available
-from dsv4.kernels.norm_rotary import rms_norm
+from dsv4.kernels.norm_rotary import inverse_rms, rms_norm
 from dsv4.kernels.numeric import is_plain, wide
 
 # What the device code takes: a token's collapsed row stands in the registers of one program, its streams' mixing in one tile.
 DEVICE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HIDDEN = 8192
 MAX_STREAMS = 8
-# Up to so many tokens the rounds run in Python's floats: less work than to call torch a hundred times for 16 numbers.
-FEW_TOKENS = 2
+# Numbers of the streams that are taken at a time on a CPU.
+CHUNK = 1 << 19
+
+
+def tokens_of_chunk(x: Tensor) -> int:
+    """x [... width] -> rows that are taken at a time."""
+    return max(1, CHUNK // x.shape[-1])
 
 
 def mix_logits(x: Tensor, fn: Tensor, rms_eps: float) -> Tensor:
     """x [b s n h], fn [m, n*h] -> [b s m]: the projection of the normed streams, before scale and bias."""
     flat = wide(x).flatten(-2)
+    fn = fn.to(flat.dtype)
+    if is_plain(flat) and flat.numel() > CHUNK:
+        # A stretch of tokens at a time, which the cache still holds for the second pass.
+        logits = flat.new_empty(*flat.shape[:-1], len(fn))
+        for rows, into in zip(*(t.flatten(0, -2).split(tokens_of_chunk(flat)) for t in (flat, logits)), strict=True):
+            length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+            torch.mul(torch.nn.functional.linear(rows, fn), torch.rsqrt(length.square_() / rows.shape[-1] + rms_eps), out=into)
+        return logits
+    logits = torch.nn.functional.linear(flat, fn)
+    if is_plain(flat) and flat.numel() == flat.shape[-1]:
+        return logits.mul_(inverse_rms(flat, rms_eps))
     mean_square = torch.linalg.vector_norm(flat, dim=-1, keepdim=True).square() / flat.shape[-1]
-    return torch.nn.functional.linear(flat, fn.to(flat.dtype)) * torch.rsqrt(mean_square + rms_eps)
+    return logits * torch.rsqrt(mean_square + rms_eps)
 
 
 def read_weights(logits: Tensor, scale: Tensor, base: Tensor, eps: float) -> Tensor:
     """sigmoid(scale * logits + base) + eps: the weight of each stream in what is read."""
+    if few_mixes.takes(logits, logits.numel() // logits.shape[-1]):
+        return _few(logits, lambda row: [w + eps for w in few_mixes.sigmoids(row, scale.item(), base.tolist())])
     return torch.sigmoid(logits * scale + base) + eps
 
 
 def write_weights(logits: Tensor, scale: Tensor, base: Tensor) -> Tensor:
     """2 * sigmoid(scale * logits + base): how much of the output each stream receives, in (0, 2)."""
+    if few_mixes.takes(logits, logits.numel() // logits.shape[-1]):
+        return _few(logits, lambda row: [2.0 * w for w in few_mixes.sigmoids(row, scale.item(), base.tolist())])
     return 2 * torch.sigmoid(logits * scale + base)
 
 
 def mixing_start(logits: Tensor, scale: Tensor, base: Tensor, eps: float, n: int) -> Tensor:
     """logits [..., n*n] -> [..., n, n]: positive matrix from which the Sinkhorn rounds start."""
-    return _tokens_first(_start(logits, scale, base, eps, n), logits.shape[:-1])
+    tokens = logits.shape[:-1]
+    if few_mixes.takes(logits, tokens.numel()):
+        return _few(logits, lambda row: few_mixes.start(row, scale.item(), base.tolist(), eps, n)).unflatten(-1, (n, n))
+    return _tokens_first(_start(logits, scale, base, eps, n), tokens)
 
 
 def sinkhorn_rounds(start: Tensor, iters: int, eps: float) -> Tensor:
     """start [..., n, n] -> [..., iters, n, n]: slice 0 after the first column normalisation, slice t after t more (row, column) rounds."""
-    n = start.shape[-1]
-    rounds = _every_round(start.reshape(-1, n, n).permute(1, 2, 0).contiguous(), iters, eps)
-    return rounds.permute(3, 0, 1, 2).reshape(*start.shape[:-2], iters, n, n)
+    *tokens, n, _ = start.shape
+    # Sums of what is positive divide without a thought for zero.
+    if few_mixes.takes(start, math.prod(tokens)) and eps > 0 and bool(start.min() > 0):
+        go = few_mixes.rounds(n, every=True)
+        return _few(start.flatten(-2), lambda row: go(row, iters, eps)).unflatten(-1, (iters, n, n))
+    rounds = torch.stack(list(_rounds(start.reshape(-1, n, n).permute(1, 2, 0).contiguous(), iters, eps)))
+    return rounds.permute(3, 0, 1, 2).reshape(*tokens, iters, n, n)
+
+
+def _few(x: Tensor, of_row: Callable[[list[float]], list[float]]) -> Tensor:
+    """A function of Python's floats on each row of x [... i] -> [... o]."""
+    found = [of_row(row) for row in x.reshape(-1, x.shape[-1]).tolist()]
+    return torch.tensor(found, dtype=x.dtype).view(*x.shape[:-1], len(found[0]))
 
 
 # The rounds run with the tokens on the last axis, [n, n, tokens], so that a round is a few wide vector operations. The steps above do
@@ -81,52 +114,6 @@ def _rounds(start: Tensor, iters: int, eps: float) -> Iterator[Tensor]:
         yield comb
 
 
-def _every_round(start: Tensor, iters: int, eps: float) -> Tensor:
-    """[n, n, tokens] -> [iters, n, n, tokens]."""
-    if _is_few(start, eps):
-        tokens = [list(_rounds_of_one(len(start))(token.tolist(), iters, eps)) for token in start.unbind(-1)]
-        return torch.tensor(tokens, dtype=start.dtype).permute(1, 2, 3, 0)
-    return torch.stack(list(_rounds(start, iters, eps)))
-
-
-def _last_round(start: Tensor, iters: int, eps: float) -> Tensor:
-    """[n, n, tokens] -> [n, n, tokens]."""
-    if _is_few(start, eps):
-        tokens = [deque(_rounds_of_one(len(start))(token.tolist(), iters, eps), maxlen=1)[0] for token in start.unbind(-1)]
-        return torch.tensor(tokens, dtype=start.dtype).permute(1, 2, 0)
-    return deque(_rounds(start, iters, eps), maxlen=1)[0]
-
-
-def _is_few(start: Tensor, eps: float) -> bool:
-    # Sums of what is positive divide without a thought for zero.
-    return start.shape[-1] <= FEW_TOKENS and eps > 0 and is_plain(start) and bool(start.min() > 0)
-
-
-@cache
-def _rounds_of_one(n: int) -> Callable[[list[list[float]], int, float], Iterator[tuple[tuple[float, ...], ...]]]:
-    """`_rounds` of one token over Python's floats, written out for n streams: loops over 4 numbers take longer than the numbers do."""
-    rows = [[f"c{i}{j}_" for j in range(n)] for i in range(n)]
-
-    def normalised(line: list[str]) -> list[str]:
-        return [f"t = {' + '.join(line)} + eps", *(f"{name} /= t" for name in line)]
-
-    by_row = [statement for row in rows for statement in normalised(row)]
-    by_column = [statement for column in zip(*rows, strict=True) for statement in normalised(list(column))]
-    matrix = "(" + "".join(f"({''.join(f'{name}, ' for name in row)}), " for row in rows) + ")"
-    lines = [
-        "def rounds(comb, iters, eps):",
-        f"    {matrix} = comb",
-        "    for i in range(iters):",
-        "        if i:",
-        *(f"            {statement}" for statement in by_row),
-        *(f"        {statement}" for statement in by_column),
-        f"        yield {matrix}",
-    ]
-    names: dict = {}
-    exec("\n".join(lines), names)
-    return names["rounds"]
-
-
 def _tokens_first(x: Tensor, tokens: torch.Size) -> Tensor:
     """[n, n, tokens] -> [..., n, n]."""
     return x.permute(2, 0, 1).reshape(*tokens, *x.shape[:2])
@@ -134,13 +121,31 @@ def _tokens_first(x: Tensor, tokens: torch.Size) -> Tensor:
 
 def collapse(x: Tensor, pre: Tensor) -> Tensor:
     """x [b s n h], pre [b s n] -> [b s h]: the weighted sum over streams, rounded once to x's dtype."""
-    return (pre.unsqueeze(-2) @ wide(x)).squeeze(-2).to(x.dtype)
+    *tokens, n, h = x.shape
+    return torch.bmm(pre.reshape(-1, 1, n), wide(x).reshape(-1, n, h)).view(*tokens, h).to(x.dtype)
 
 
-def write_back(x: Tensor, comb: Tensor, post: Tensor, out: Tensor) -> Tensor:
-    """x [b s n h], comb [b s n n], post [b s n], out [b s h] -> streams [b s n h] of x's dtype."""
-    # Dense first: a transposed 4 x 4 matrix is several times slower in a batched product.
-    mixed = comb.transpose(-1, -2).contiguous() @ wide(x)
+def write_back(x: Tensor, comb: Tensor, post: Tensor, out: Tensor, *, is_free: bool = False) -> Tensor:
+    """x [b s n h], comb [b s n n], post [b s n], out [b s h] -> streams [b s n h] of x's dtype. is_free: nobody needs x any more; long
+    streams are then written over.
+    """
+    b, s, n, h = x.shape
+    turned = comb.reshape(b * s, n, n).transpose(1, 2)
+    if x.dtype == comb.dtype and x.numel() > CHUNK and is_plain(x):
+        is_free = is_free and x.is_contiguous()
+        written = x if is_free else torch.empty_like(x, memory_format=torch.contiguous_format)
+        parts = (turned.contiguous(), x.flatten(0, 1), post.reshape(b * s, n, 1), out.reshape(b * s, 1, h), written.view(b * s, n, h))
+        for mix, rows, weight, new, into in zip(*(t.split(tokens_of_chunk(x.flatten(-2))) for t in parts), strict=True):
+            if is_free:
+                into.copy_(torch.bmm(mix, rows).addcmul_(weight, new))
+            else:
+                torch.bmm(mix, rows, out=into).addcmul_(weight, new)
+        return written
+    if b * s == 1 and x.dtype == comb.dtype == out.dtype and is_plain(x):
+        return torch.mm(turned[0], x.reshape(n, h)).addr_(post.reshape(n), out.reshape(h)).view(x.shape)
+    # Dense first: with many tokens a transposed 4 x 4 matrix is several times slower in a batched product.
+    turned = turned if b * s <= few_mixes.FEW_TOKENS else turned.contiguous()
+    mixed = torch.bmm(turned, wide(x).reshape(b * s, n, h)).view(x.shape)
     return mixed.addcmul_(post.unsqueeze(-1), wide(out).unsqueeze(-2)).to(x.dtype)
 
 
@@ -148,11 +153,15 @@ def read(
     x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, *, iters: int, eps: float, rms_eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The whole read in one go: (pre [b s n], post [b s n], comb [b s n n], collapsed [b s h])."""
-    n = x.shape[2]
+    b, s, n, _ = x.shape
     logits = mix_logits(x, fn, rms_eps)
+    if few_mixes.takes(logits, b * s) and b * s and eps > 0:
+        numbers = few_mixes.every(logits.view(b * s, -1).tolist(), scale.tolist(), base.tolist(), n, iters, eps, logits)
+        pre, post, comb = torch.tensor(numbers, dtype=logits.dtype).view(b, s, -1).split((n, n, n * n), dim=-1)
+        return pre, post, comb.unflatten(-1, (n, n)), collapse(x, pre)
     pre = read_weights(logits[..., :n], scale[0], base[:n], eps)
     post = write_weights(logits[..., n : 2 * n], scale[1], base[n : 2 * n])
-    last = _last_round(_start(logits[..., 2 * n :], scale[2], base[2 * n :], eps, n), iters, eps)
+    last = deque(_rounds(_start(logits[..., 2 * n :], scale[2], base[2 * n :], eps, n), iters, eps), maxlen=1)[0]
     return pre, post, _tokens_first(last, x.shape[:2]), collapse(x, pre)
 
 
@@ -213,7 +222,7 @@ def _(x, fn, scale, base, norm, iters, eps, rms_eps, norm_eps):
 @torch.library.custom_op("dsv4::hyper_write", mutates_args=())
 def fused_write(x: Tensor, comb: Tensor, post: Tensor, out: Tensor) -> Tensor:
     """`write_back`: x [b s n h], comb [b s n n], post [b s n] float32, out [b s h] of x's dtype -> [b s n h]."""
-    _check_written(x, comb, post, out)
+    check_written(x, comb, post, out)
     from dsv4.kernels import _hyper_connection_triton as device_code
 
     return device_code.write(x, comb, post, out)
@@ -240,7 +249,7 @@ def fused_write_read(
     norm_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`fused_write`, then `fused_read` of what was written: (written [b s n h], and the five results of the read)."""
-    _check_written(x, comb, post, out)
+    check_written(x, comb, post, out)
     _check(x, fn, scale, base, norm)
     from dsv4.kernels import _hyper_connection_triton as device_code
 
@@ -267,7 +276,8 @@ def _check(x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm: Tensor | No
             raise ValueError(f"{name} {list(t.shape)} {t.dtype} over streams {list(x.shape)}; expected {list(shape)} torch.float32")
 
 
-def _check_written(x: Tensor, comb: Tensor, post: Tensor, out: Tensor) -> None:
+def check_written(x: Tensor, comb: Tensor, post: Tensor, out: Tensor) -> None:
+    """ValueError for what `fused_write` does not take."""
     b, s, n, h = x.shape
     reason = refusal("triton", x.device, x.dtype, n, h)
     if reason is not None:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from dsv4.kernels import recompute
 from dsv4.kernels.backend import available
-from dsv4.kernels.numeric import topk_lowest, wide
+from dsv4.kernels.numeric import is_plain, topk_lowest, wide
 
-# Head scores (floats) that are held at a time: what fits a core's cache.
-CHUNK = 1 << 19
+# Head scores (floats) that are held at a time: what fits a core's cache. Scores that are: the more rows, the better threads share them.
+CHUNK, SCORES = 1 << 19, 1 << 18
 # A compiler may take the chunks of up to so many queries apart.
 FEW_QUERIES = 4
 # Scores (floats) that the device code holds at a time.
@@ -87,17 +87,33 @@ def _in_chunks(queries: Tensor, keys: Tensor, weights: Tensor, positions: Tensor
     parts = []
     begin = 0
     while begin < s:
-        # The longest chunk whose last query sees no more entries than fit: n (begin + lead + n) / rate * b * h = CHUNK.
-        seen_before = max(begin + lead, 0)
-        length = (math.sqrt(seen_before**2 + 4 * CHUNK * rate / (b * h)) - seen_before) / 2
-        end = min(s, begin + max(1, int(length)))
+        end = begin + _fitting(begin + lead, SCORES * rate // b, s - begin)
         seen = min(entries, max(0, (end + lead) // rate))
-        scores = combine_heads(index_head_scores(queries[:, begin:end], keys[:, :seen]), weights[:, begin:end])
-        closed = closed_entries(positions[:, begin:end], rate, seen)
-        chosen = select_entries(scores.masked_fill_(~closed, float("-inf")), k)
-        parts.append(torch.nn.functional.pad(chosen, (0, width - chosen.shape[-1]), value=-1))
+        scores = _scores(queries[:, begin:end], keys[:, :seen], weights[:, begin:end], rate, begin + lead)
+        # A single token sees all of them, unless `lead` is a bound (a step of fixed shape).
+        if scores.numel() != seen or not is_plain(scores) or (positions[0, begin].item() + 1) // rate < seen:
+            scores.masked_fill_(~closed_entries(positions[:, begin:end], rate, seen), float("-inf"))
+        chosen = select_entries(scores, k)
+        missing = width - chosen.shape[-1]
+        parts.append(torch.nn.functional.pad(chosen, (0, missing), value=-1) if missing else chosen)
         begin = end
-    return torch.cat(parts, dim=1)
+    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+
+
+def _fitting(seen_before: int, numbers: int, most: int) -> int:
+    """The most queries n, at least 1, the last of which sees no more entries than fit: n (seen_before + n) <= numbers."""
+    seen_before = max(seen_before, 0)
+    return min(most, max(1, int((math.sqrt(seen_before**2 + 4 * numbers) - seen_before) / 2)))
+
+
+def _scores(queries: Tensor, keys: Tensor, weights: Tensor, rate: int, seen_before: int) -> Tensor:
+    """[b s e], its head scores a stretch of queries at a time."""
+    b, s, h, _ = queries.shape
+    stretch = _fitting(seen_before + s, CHUNK * rate // (b * h), s)
+    if stretch == s:
+        return combine_heads(index_head_scores(queries, keys), weights)
+    parts = zip(queries.split(stretch, dim=1), weights.split(stretch, dim=1), strict=True)
+    return torch.cat([combine_heads(index_head_scores(q, keys), w) for q, w in parts], dim=1)
 
 
 def score_definition(queries: Tensor, keys: Tensor, key_scale: Tensor | None, weights: Tensor, positions: Tensor, rate: int) -> Tensor:
@@ -149,12 +165,21 @@ def _(queries, keys, key_scale, weights, positions, rate):
 
 @torch.library.custom_op("dsv4::index_select", mutates_args=())
 def fused_select(
-    queries: Tensor, keys: Tensor, key_scale: Tensor | None, weights: Tensor, positions: Tensor, rate: int, k: int, lead: int
+    queries: Tensor,
+    keys: Tensor,
+    key_scale: Tensor | None,
+    weights: Tensor,
+    positions: Tensor,
+    rate: int,
+    k: int,
+    lead: int,
+    weight_scale: float = 1.0,
 ) -> Tensor:
     """`select_by_index` of `fused_index_scores`, of which DEVICE_CHUNK are held at a time.
 
     Args:
         k: entries kept at most. lead: the most by which a position exceeds its column, over rows.
+        weight_scale: multiplies the weights.
     Returns:
         [b s min(k, e)] int64, best first, equal scores lowest entry first, -1 where no entry is left (or its score is NaN).
     """
@@ -170,13 +195,13 @@ def fused_select(
     while begin < s:
         end = min(s, begin + _chunk(begin + lead, DEVICE_CHUNK * rate / b))
         seen = min(entries, max(1, (end + lead) // rate))
-        rows.select(out, begin, end - begin, rows.score(begin, end - begin, seen, fills=False))
+        rows.select(out, begin, end - begin, rows.score(begin, end - begin, seen, fills=False, weight_scale=weight_scale))
         begin = end
     return out
 
 
 @fused_select.register_fake
-def _(queries, keys, key_scale, weights, positions, rate, k, lead):
+def _(queries, keys, key_scale, weights, positions, rate, k, lead, weight_scale=1.0):
     return positions.new_empty(*queries.shape[:2], min(k, keys.shape[1]))
 
 

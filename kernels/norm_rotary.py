@@ -7,32 +7,61 @@ Rotary: the last r channels, in adjacent pairs (2i, 2i + 1), turned by position 
 `fused_norm_rotary` is both in one pass, a registered op (`dsv4::norm_rotary`) over device code that is imported when it is first asked for.
 """
 
+from math import inf
+
 import torch
 from torch import Tensor
 
 from dsv4.kernels import recompute
 from dsv4.kernels.backend import available
-from dsv4.kernels.numeric import wide
+from dsv4.kernels.numeric import is_plain, wide
 
 # What the device code takes: a row stands in the registers of one program.
 DEVICE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_WIDTH = 8192
+# Numbers that are taken at a time on a CPU, so that the cache holds them from one operation to the next.
+CHUNK = 1 << 18
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """x [..., d], weight [d] or None -> [..., d] of x's dtype."""
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, is_free: bool = False) -> Tensor:
+    """x [..., d], weight [d] or None -> [..., d] of x's dtype. is_free: nobody needs x any more; a long one is then written over."""
     w = wide(x)
+    if is_plain(w) and 0 < w.numel() == w.shape[-1]:
+        y = w * inverse_rms(w, eps)
+        return (y if weight is None else y.mul_(weight)).to(x.dtype)
+    if w.numel() > CHUNK and is_plain(w):
+        y = w if is_free and w.is_contiguous() else torch.empty_like(w, memory_format=torch.contiguous_format)
+        for rows, into in zip(*(t.reshape(-1, w.shape[-1]).split(max(1, CHUNK // w.shape[-1])) for t in (w, y)), strict=True):
+            torch.mul(rows, torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps), out=into)
+            if weight is not None:
+                into.mul_(weight)
+        return y.to(x.dtype)
     y = w * torch.rsqrt(w.square().mean(-1, keepdim=True) + eps)
     return (y if weight is None else y * weight).to(x.dtype)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [..., d], cos and sin [..., r / 2] broadcasting over x's leading axes -> x with its last r channels turned."""
+def inverse_rms(row: Tensor, eps: float) -> float:
+    """1 / sqrt(mean(row^2) + eps) of one row, read back: nothing of it costs more than a call into torch."""
+    length = torch.linalg.vector_norm(row).item()
+    mean_square = length * length / row.numel() + eps
+    return mean_square**-0.5 if mean_square > 0 else inf if mean_square == 0 else mean_square
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, is_free: bool = False) -> Tensor:
+    """x [..., d], cos and sin [..., r / 2] broadcasting over x's leading axes -> x with its last r channels turned. is_free: nobody needs
+    x any more.
+    """
     r = 2 * cos.shape[-1]
+    if _turns_in_place(x, cos) and is_plain(x):
+        is_free = is_free and x.is_contiguous() and x.storage_offset() % 2 == 0
+        return _turn(x if is_free else x.clone(memory_format=torch.contiguous_format), cos, sin)
     if x.device.type == "cpu" and x.dtype == cos.dtype and not torch.compiler.is_compiling():
-        # The same products and sums, a pair at a time: several times faster than by halves. A copy: pairs begin at an even place.
+        # The same products and sums, a pair at a time: several times faster than by halves. Pairs have to begin at an even place.
+        x = x.contiguous()
+        x = x.clone() if x.storage_offset() % 2 else x
         plain, turned = x.tensor_split((x.shape[-1] - r,), dim=-1)
-        turned = turned.reshape(*turned.shape[:-1], r // 2, 2).clone(memory_format=torch.contiguous_format)
+        turned = turned.unflatten(-1, (r // 2, 2))
+        turned = turned if _turns_in_place(x, cos) else turned.clone(memory_format=torch.contiguous_format)
         pairs = torch.view_as_complex(turned) * torch.complex(cos, sin)
         return torch.cat((plain, torch.view_as_real(pairs).flatten(-2)), dim=-1)
     plain, turned = x[..., : x.shape[-1] - r], wide(x[..., x.shape[-1] - r :])
@@ -41,9 +70,25 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((plain, pairs.to(x.dtype)), dim=-1)
 
 
-def rotate_back(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _turns_in_place(x: Tensor, cos: Tensor) -> bool:
+    """Whether x's pairs are complex numbers in memory, once x is dense."""
+    return x.dtype == cos.dtype and x.shape[-1] % 2 == 0
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    r = 2 * cos.shape[-1]
+    torch.view_as_complex(x[..., x.shape[-1] - r :].unflatten(-1, (r // 2, 2))).mul_(torch.complex(cos, sin))
+    return x
+
+
+def norm_and_rotate(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float, *, is_free: bool = False) -> Tensor:
+    """`rotate` of `rms_norm`, to the last bit. is_free: as there."""
+    return rotate(rms_norm(x, weight, eps, is_free=is_free), cos, sin, is_free=True)
+
+
+def rotate_back(x: Tensor, cos: Tensor, sin: Tensor, *, is_free: bool = False) -> Tensor:
     """The inverse of `rotate`."""
-    return rotate(x, cos, -sin)
+    return rotate(x, cos, -sin, is_free=is_free)
 
 
 def norm_rotary_definition(

@@ -5,7 +5,8 @@
 Slots that hold no token have gate logit -inf and weight 0; an entry with no slot at all is zero. Axes: b batch, e entry, m slot, d channel.
 
 `fused_pool` goes on to the norm and the rotary in one pass: a registered op (`dsv4::pool_entries`) over device code that is imported when
-it is first asked for.
+it is first asked for. `pool_step` (`dsv4::pool_step`) does a decoding step's part of it over a ring of projections, in place, without a
+gradient.
 """
 
 import torch
@@ -15,6 +16,7 @@ from dsv4.kernels import recompute
 from dsv4.kernels.backend import available
 from dsv4.kernels.norm_rotary import rms_norm, rotate
 from dsv4.kernels.numeric import wide
+from dsv4.kernels.step_rows import write_ring
 
 # What the device code takes: an entry stands in the registers of one program.
 DEVICE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -107,6 +109,69 @@ def _(projected, bias, weight, cos, sin, index, present, filled, eps, dtype):
     return projected.new_empty(*index.shape[:2], weight.shape[0], dtype=dtype)
 
 
+def pool_step_definition(
+    projected: Tensor,
+    ring: Tensor,
+    entries: Tensor,
+    bias: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    past: Tensor,
+    after: Tensor,
+    eps: float,
+) -> None:
+    """What `pool_step` does, in plain torch."""
+    write_ring(ring, projected, past, after)
+    (rate, columns), width = bias.shape, weight.shape[0]
+    number = (past // rate).unsqueeze(1) + torch.arange(cos.shape[1], device=past.device)
+    closes = ((number + 1) * rate <= after.unsqueeze(1)) & (number < entries.shape[1])
+    place = number.unsqueeze(-1) * rate + torch.arange(rate - columns // width * rate, rate, device=past.device)
+    present = closes.unsqueeze(-1) & (place >= 0)
+    made = pool_definition(ring, bias, weight, cos, sin, place.clamp(min=0) % ring.shape[1], present, closes, eps, entries.dtype)
+    rows = torch.arange(len(ring), device=past.device).unsqueeze(1)
+    number = number.where(closes, 0)
+    # A window that the step leaves open keeps what its column held.
+    for e in range(cos.shape[1]):
+        at = rows[:, 0], number[:, e]
+        entries[at] = torch.where(closes[:, e, None], made[:, e], entries[at])
+
+
+@torch.library.custom_op("dsv4::pool_step", mutates_args=("ring", "entries"))
+def pool_step(
+    projected: Tensor,
+    ring: Tensor,
+    entries: Tensor,
+    bias: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    past: Tensor,
+    after: Tensor,
+    eps: float,
+) -> None:
+    """Keep a step's projections, and make the entries of the windows that it closes.
+
+    Args:
+        projected: [b s 2 c d] float32, c series of kv beside c series of gate logits. ring: [b R 2 c d] float32, written in place: token p
+            in column p mod R; R >= s + (c rate - 1), or no row is longer than R.
+        entries: [b E d], written in place where a window closes that has a column. bias: [rate, c d] float32. weight: [d] float32.
+        cos, sin: [b e turned / 2] float32 at the first tokens of the windows past // rate ..., as many as s tokens can touch.
+        past, after: [b] int64 tokens of each row before and after the step; a row takes after - past of its s tokens, the first ones.
+    Raises:
+        ValueError: shapes or dtypes that do not fit, or a device on which it cannot run.
+    """
+    _check_step(projected, ring, entries, bias, weight, cos, sin, past, after)
+    from dsv4.kernels import _pooling_triton as device_code
+
+    device_code.step(projected, ring, entries, bias, weight, cos, sin, past, after, eps)
+
+
+@pool_step.register_fake
+def _(projected, ring, entries, bias, weight, cos, sin, past, after, eps):
+    return None
+
+
 def _check(projected, bias, weight, cos, sin, index, present, filled, dtype: torch.dtype) -> None:
     (b, e, m), (d,), (rate, columns) = index.shape, weight.shape, bias.shape
     reason = refusal("triton", projected.device, dtype, d)
@@ -126,6 +191,34 @@ def _check(projected, bias, weight, cos, sin, index, present, filled, dtype: tor
     for name, (t, shape, kind) in expected.items():
         if t.shape != shape or t.dtype != kind:
             raise ValueError(f"{name} {list(t.shape)} {t.dtype} for {e} entries of {d} from {m} slots; expected {list(shape)} {kind}")
+    if 2 * half > d:
+        raise ValueError(f"cos and sin turn {2 * half} channels of {d}: expected no more than there are")
+
+
+def _check_step(projected, ring, entries, bias, weight, cos, sin, past, after) -> None:
+    (b, s, _), (d,), (rate, columns) = projected.shape, weight.shape, bias.shape
+    reason = refusal("triton", projected.device, entries.dtype, d)
+    if reason is not None:
+        raise ValueError(f'backend="triton": {reason}; use backend="torch" (of a model: model.use_kernels("torch"))')
+    new, half = 1 + (s + rate - 2) // rate, cos.shape[-1]
+    expected = {
+        "projected": (projected, (b, s, 2 * columns), torch.float32),
+        "ring": (ring, (b, max(ring.shape[1], s), 2 * columns), torch.float32),
+        "entries": (entries, (b, entries.shape[1], d), entries.dtype),
+        "bias": (bias, (rate, columns // d * d), torch.float32),
+        "weight": (weight, (d,), torch.float32),
+        "cos": (cos, (b, new, half), torch.float32),
+        "sin": (sin, (b, new, half), torch.float32),
+        "past": (past, (b,), torch.int64),
+        "after": (after, (b,), torch.int64),
+    }
+    for name, (t, shape, kind) in expected.items():
+        if t.shape != shape or t.dtype != kind:
+            raise ValueError(
+                f"{name} {list(t.shape)} {t.dtype} for {s} tokens in windows of {rate}, entries of {d}; expected {list(shape)} {kind}"
+            )
+    if ring.stride(-1) != 1 or entries.stride(-1) != 1:
+        raise ValueError(f"ring and entries with strides {ring.stride()} and {entries.stride()}; expected dense rows")
     if 2 * half > d:
         raise ValueError(f"cos and sin turn {2 * half} channels of {d}: expected no more than there are")
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels.index_scores import closed_entries
+from dsv4.kernels.numeric import is_plain
 
 
 def once(compute: Callable) -> property:
@@ -53,6 +54,23 @@ class Reach:
     def at_padding(self) -> Tensor:
         """[b s] bool."""
         return self.query_positions < 0
+
+    @once
+    def hides_any(self) -> tuple[bool, bool]:
+        """Whether there is anything in `tokens_hidden`, and in `at_padding`; True where it is not worth knowing."""
+        return tuple(not is_plain(x) or bool(x.any()) for x in (self.tokens_hidden, self.at_padding))
+
+    @once
+    def _hidden_entries(self) -> dict[int, Tensor | None]:
+        return {}
+
+    def entries_hidden(self, entries: int) -> Tensor | None:
+        """[b s e] bool: entries that are not closed for a query; None where that is known to be none."""
+        found = self._hidden_entries
+        if entries not in found:
+            hidden = ~closed_entries(self.query_positions, self.rate, entries)
+            found[entries] = hidden if not is_plain(hidden) or bool(hidden.any()) else None
+        return found[entries]
 
 
 def visible_tokens(query_positions: Tensor, token_positions: Tensor, window: int) -> Tensor:

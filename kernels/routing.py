@@ -6,6 +6,9 @@ Axes: t token, k slot, n slot sorted by expert (t * k of them), E experts, T til
 import torch
 from torch import Tensor
 
+# Rows of a tile where no group has more.
+FEW_ROWS = 16
+
 
 def sort_by_expert(indices: Tensor, num_experts: int, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """indices [t k] -> (order [n]: flat slots sorted by expert, stable; ends [E] int32: slots up to and with each expert).

@@ -34,5 +34,11 @@ def test_compiled():
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     title, *table = run("compiled.py", "--only", "decode, combine")
     assert title == "sm_90, head width 512"
-    assert [row.count("|") for row in table[1:]] == [10, 10, 10]
+    assert [row.count("|") for row in table[1:]] == [12, 12, 12]
     assert "| decode, combine | 4 |" in table[-1]
+    *_, last = run("compiled.py", "--only", "linears of input, dense")
+    name, *cells = (cell.strip() for cell in last.strip("|").split("|"))
+    assert name == "linears of input, dense, 16 rows"
+    under_way, issued = map(float, cells[-2:])
+    assert under_way > 1
+    assert 0 < issued < 1

@@ -60,6 +60,13 @@ def test_static_steps_are_the_full_forward(model, ids, full, prefill, rewind):
     assert kv.length.tolist() == [60, 60]
 
 
+def test_static_steps_of_one_row(model, ids, full):
+    """Whose windows still open are not among what is chosen from."""
+    kv = model.new_kv_cache(1, 60)
+    model(ids[:1, :13], kv_cache=kv)
+    assert_close(steps(model, ids[:1], kv, 13, 30), full[:1, 13:30], "steps")
+
+
 @pytest.mark.parametrize("rewind", [None, 0, 3])
 def test_a_cache_goes_to_and_fro_between_its_forms(model, ids, full, rewind):
     kv = model.new_kv_cache(2, 60, rewind=rewind)
@@ -157,11 +164,32 @@ def test_a_static_step_reads_nothing_back_and_has_one_shape(model, ids, width):
     assert all(run == runs[0] for run in runs)
 
 
+def test_where_things_stand_in_rings_is_computed_once_for_all_blocks():
+    counts = []
+    for times in (1, 3):
+        model = Dsv4.from_config(config_of(layer_types=(SLIDING, CSA, HCA) * times), seed=3)
+        ids, kv = random_ids(model.config, 2, 9), model.new_kv_cache(2, 20)
+        model(ids[:, :8], kv_cache=kv)
+        kv.fix()
+        with Ops() as ops:
+            model.forward_static(ids[:, 8:], kv)
+        counts.append(Counter(name for name, _ in ops.seen))
+    assert counts[0]["aten.remainder.Scalar"] == counts[1]["aten.remainder.Scalar"] > 0
+
+
 def test_a_static_step_is_refused_while_someone_listens(model, ids):
     kv = model.new_kv_cache(2, 60)
     model(ids[:, :5], kv_cache=kv)
     with model.hooks([("layers.1.layer_output", lambda value, hook: None)]), pytest.raises(RuntimeError, match="calls no probe point"):
         model.forward_static(ids[:, 5:6], kv)
+    # nnsight's way to listen tells nobody.
+    attention = model.layers[1].self_attn
+    for module in (attention, attention.attention_scores):
+        module.__dict__["forward"] = module.forward
+    with pytest.raises(RuntimeError, match="calls no probe point"):
+        model.forward_static(ids[:, 5:6], kv)
+    for module in (attention, attention.attention_scores):
+        del module.__dict__["forward"]
     assert kv.length.tolist() == [5, 5]
     model.forward_static(ids[:, 5:6], kv)
 

@@ -167,6 +167,8 @@ def on(device: str, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, 
 CASES = {
     "hyper read": HyperCase(way="read"),
     "hyper read, shared among programs": HyperCase(way="read", tokens=(1, 2), hidden=130),
+    "hyper read, the last program finishes sixteen": HyperCase(way="read", tokens=(4, 4), hidden=70, iters=2),
+    "hyper read, a launch to finish": HyperCase(way="read", tokens=(1, 17), hidden=70, iters=2),
     "hyper read, no norm": HyperCase(way="read", normed=False, tokens=(1, 1), iters=1),
     "hyper read, large tile": HyperCase(way="read", tokens=(1, 19), hidden=20, streams=3, iters=2),
     "hyper read, one stream": HyperCase(way="read", streams=1, hidden=40, iters=3),
@@ -175,6 +177,8 @@ CASES = {
     "hyper write_read": HyperCase(),
     "hyper write_read, two streams": HyperCase(streams=2, hidden=16, iters=7, eps=1e-2),
     "hyper write_read, shared among programs": HyperCase(tokens=(2, 1), hidden=100, iters=2, normed=False),
+    "hyper write_read, a launch to finish": HyperCase(tokens=(2, 9), hidden=50, iters=2),
+    "hyper write_read, whole rows over two tiles": HyperCase(tokens=(1, 67), hidden=10, iters=2),
     "hyper write_read, seven streams": HyperCase(streams=7, hidden=8, iters=2, tokens=(1, 2)),
     "hyper read, bfloat16": HyperCase(way="read", hidden=64, dtype=torch.bfloat16, tokens=(1, 3)),
     "hyper write_read, bfloat16": HyperCase(hidden=48, dtype=torch.bfloat16, tokens=(1, 3)),
@@ -312,6 +316,8 @@ def check_selected(name: str, device: str = "cpu") -> None:
     if not case.coded:
         queries, keys, _, weights, positions = given.tensors
         assert torch.equal(chosen, index_scores.select_by_index(queries, keys, weights, positions, case.rate, k, case.lead))
+        turned = index_scores.fused_select(queries, keys, None, -weights, positions, case.rate, k, case.lead, -1.0)
+        assert torch.equal(chosen, turned)
 
 
 @pytest.mark.parametrize("name", SELECTED)
@@ -434,6 +440,26 @@ def check_far_addresses(name: str) -> None:
             assert torch.equal(got, expected)
 
 
+def check_arrivals() -> None:
+    """The last program to arrive finds the same numbers in any order of arrival, and leaves the counter as it was."""
+    from triton.runtime import interpreter as interpreting
+
+    from dsv4.kernels import _arrival_triton as arrivals
+
+    torch.manual_seed(0)
+    builder = interpreting.interpreter_builder
+    given = HyperCase(tokens=(2, 1), hidden=300, iters=2).given("cpu")
+    expected = given.op(*given.tensors, *given.numbers)
+    place = builder.set_grid_idx
+    for order in (lambda i, n: n - 1 - i, lambda i, n: (3 * i + 1) % n):
+        builder.set_grid_idx = lambda x, y, z, order=order: place(x, order(y, builder.grid_dim[1]), z)
+        for got, value in zip(given.op(*given.tensors, *given.numbers), expected, strict=True):
+            assert torch.equal(got, value)
+    builder.set_grid_idx = place
+    assert builder.grid_dim[:2] == (1, 10)
+    assert not bool(arrivals.counters(torch.device("cpu"), arrivals.OF_STREAM).any())
+
+
 def check_refusals() -> None:
     given = HyperCase(way="read").given("cpu")
     x, fn, *rest = given.tensors
@@ -463,7 +489,7 @@ def check_refusals() -> None:
     assert "got 65 of 128" in index_scores.refusal("triton", torch.device("cpu"), torch.float32, 65, 128, 9)
 
 
-@pytest.mark.parametrize("checked", [check_rows_of_parts, check_blind, check_extremes, check_views, check_refusals])
+@pytest.mark.parametrize("checked", [check_rows_of_parts, check_blind, check_extremes, check_views, check_arrivals, check_refusals])
 def test_properties(interpreted, checked):
     interpreted(checked)
 
@@ -517,9 +543,10 @@ def compiled(arch: str, what: str):
     at = [int(number) for number in numbers if number.isdigit()]
     if kind in ("read", "write_read"):
         launch = (hyper.READ if kind == "read" else hyper.WRITE_READ)[arch][at[0]]
-        return hyper.project_kernel, hyper.project_options(launch, 4, 20, kind == "write_read", "split" in numbers), {}
+        options = hyper.read_options(launch, 4, 20, at[1], at[2], numbers[-1], writes=kind == "write_read", norms=True)
+        return hyper.read_kernel, options, {"counter_ptr": "*i32"}
     if kind == "finish":
-        return hyper.finish_kernel, hyper.finish_options(4, 20, at[0], "split" in numbers, True), {}
+        return hyper.finish_kernel, hyper.finish_options(4, 20, at[0], True), {}
     if kind == "write":
         return hyper.write_kernel, hyper.write_options(hyper.WRITE[arch], 4), {}
     if kind == "rows":
@@ -537,18 +564,17 @@ def compiled(arch: str, what: str):
 # What it is, and the tensor cores' instruction it has to use on sm_90, with how many of it: of a read, 4 streams by 3 products by one or
 # two steps of 16 columns.
 CODE = {
-    "read 0": ("mma.sync", 24),
-    "read 0 split": ("mma.sync", 24),
-    "read 1": ("wgmma.mma_async", 24),
-    "read 1 split": ("wgmma.mma_async", 24),
-    "write_read 0": ("mma.sync", 24),
-    "write_read 0 split": ("mma.sync", 24),
-    "write_read 1": ("wgmma.mma_async", 12),
-    "write_read 1 split": ("wgmma.mma_async", 12),
+    **{f"{way} 0 {width} {few} last": ("mma.sync", 24) for way in ("read", "write_read") for width, few in ((4096, 1), (7168, 16))},
+    "read 0 4096 1 whole": ("mma.sync", 24),
+    "read 1 4096 64 left": ("wgmma.mma_async", 24),
+    "read 1 4096 64 whole": ("wgmma.mma_async", 24),
+    "read 1 7168 64 whole": ("wgmma.mma_async", 24),
+    "write_read 0 4096 1 whole": ("mma.sync", 24),
+    "write_read 1 4096 64 left": ("wgmma.mma_async", 12),
+    "write_read 1 4096 64 whole": ("wgmma.mma_async", 12),
+    "write_read 1 7168 64 whole": ("wgmma.mma_async", 12),
     "finish 4096": None,
-    "finish 4096 split": None,
     "finish 7168": None,
-    "finish 7168 split": None,
     "write": None,
     "rows 128 64": None,
     "rows 512 64": None,
@@ -570,7 +596,10 @@ CODE = {
     "select 2 1024 part": None,
     "select 2 1024 part listed": None,
 }
-CI = {"read 1", "write_read 1", "write_read 0 split", "finish 4096 split", "rows 512 64", "pool 8 512", "scores 1", "scores 1 fp8"}
+CI = {
+    *("read 1 4096 64 whole", "write_read 1 4096 64 whole", "write_read 0 4096 1 last", "finish 4096"),
+    *("rows 512 64", "pool 8 512", "scores 1", "scores 1 fp8"),
+}
 
 
 @pytest.mark.parametrize(
@@ -584,13 +613,14 @@ CI = {"read 1", "write_read 1", "write_read 0 split", "finish 4096 split", "rows
     ],
 )
 def test_compiled(arch: str, what: str):
-    """Nothing spills, the tile fits, products are on tensor cores and issued once."""
+    """Nothing spills, the tile fits, products are on tensor cores and issued once; the last to arrive sees what the others left."""
     kernel, options, changed = compiled(arch, what)
     found = resources(kernel, types_of(kernel, **changed), options, CAPABILITY[arch], aligned=ALIGNED)
     assert found.stack == 0
     assert found.shared <= SHARED[arch]
     assert found.tensor_memory <= 512
     assert found.complaints == ()
+    assert what.endswith("last") == found.arrives
     if CODE[what] is not None:
         instruction, count = CODE[what]
         if arch == "sm_90":

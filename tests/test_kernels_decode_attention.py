@@ -15,7 +15,11 @@ from dsv4.kernels.decode_attention import (
     decode_attention,
     decode_attention_reference,
     fused_decode_attention,
+    ring_attention,
+    ring_attention_reference,
+    ring_positions,
 )
+from dsv4.kernels.norm_rotary import rotate_back
 from dsv4.kernels.reach import Reach
 from dsv4.kernels.sparse_attention import sparse_attention, sparse_attention_reference
 from dsv4.testing import assert_close
@@ -203,6 +207,95 @@ def test_numbers(interpreted, name: str):
     interpreted(check, CASES[name])
 
 
+# A ring in order: it holds a window and the step's queries, or as many tokens as a row has.
+RINGS = {
+    "a wrapped ring": Case(lasts=(100, 7), slots=9, window=9, heads=2, width=6),
+    "more slots than the window": Case(lasts=(50, 3, 20), slots=40, window=6),
+    "a ring of the whole row": Case(lasts=(50, 3), slots=51, window=200),
+    "several queries, wrapped": Case(lasts=(100, 3, 41), queries=5, slots=12, window=8, entries=40, kept=9, rate=2),
+    "empty row": Case(lasts=(-1, 9), slots=5, window=4, entries=6, kept=3, rate=2),
+    "first tokens": Case(lasts=(1, 0, 2), queries=3, slots=8, window=6, entries=3, rate=2),
+    "one slot": Case(lasts=(0, 12), slots=1, window=1, width=2),
+    "dense": Case(lasts=(75, 2), slots=8, window=4, entries=60, rate=2, width=20),
+    "130 heads": Case(lasts=(99,), slots=70, window=70, heads=130, width=32),
+    "width 512": Case(lasts=(300,), slots=200, window=128, entries=80, kept=50, rate=4, heads=64, width=512),
+    "bfloat16": Case(lasts=(60, 5), queries=2, slots=20, window=12, entries=20, kept=9, rate=2, width=64, dtype=torch.bfloat16),
+    "float16": Case(lasts=(8,), slots=6, window=6, entries=3, rate=2, width=64, dtype=torch.float16),
+}
+
+
+def ring_arguments(case: Case, device: str = "cpu") -> dict:
+    """As `Case.arguments`, with the tokens in order and an angle for each query; slots that no query sees hold NaN."""
+    given = case.arguments(device)
+    b, s, slots, width = len(case.lasts), case.queries, case.slots, case.width
+    places = torch.full((b, slots), -1)
+    for row, last in zip(places, case.lasts, strict=True):
+        held = torch.arange(max(last + 1 - slots, 0), last + 1)
+        row[held % slots] = held
+    assert torch.equal(ring_positions(given["query_positions"].cpu(), slots), places)
+    tokens = torch.randn(b, slots, width)
+    first = torch.tensor(case.lasts).unsqueeze(1) - s + 2 - case.window
+    tokens[(places < 0) | (places < first)] = torch.nan
+    angles = torch.randn(b, s, min(width, 8) // 2, device=device)
+    del given["token_positions"]
+    more = {"tokens": tokens.to(case.dtype).to(device), "places": places.to(device), "cos": angles.cos(), "sin": angles.sin()}
+    return given | more
+
+
+def check_ring(name: str, device: str = "cpu", dtype: torch.dtype | None = None) -> None:
+    """Against the definition over what the ring holds, turned back; in one share and in several; whatever lies in front."""
+    from dsv4.kernels import _decode_attention_triton as device_code
+
+    torch.manual_seed(0)
+    case = RINGS[name] if dtype is None else replace(RINGS[name], dtype=dtype)
+    given = ring_arguments(case, device)
+    places, cos, sin = (given.pop(key) for key in ("places", "cos", "sin"))
+    held = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in given.items()}
+    expected, _ = definition(**held | {"token_positions": places.cpu()})
+    expected = rotate_back(expected, *(angle.cpu().double().unsqueeze(2) for angle in (cos, sin)))
+    *tensors, window, rate, scale = given.values()
+    arguments = (*tensors, cos, sin, window, rate, scale)
+    reference = ring_attention_reference(*(t.nan_to_num() if t is given["tokens"] else t for t in arguments))
+    assert_close(reference.cpu(), expected, "float32 op" if case.dtype == torch.float32 else "bfloat16 sum", "reference")
+    results = [ring_attention(*arguments)]
+    for splits in (1, 3):
+        launch, _ = device_code.choose(len(case.lasts) * case.queries, case.heads, case.window, cos.device)
+        with patch.object(device_code, "choose", lambda *_, given=(launch, splits): given):
+            results.append(device_code.ring(*arguments))
+    for found in results:
+        assert_close(found.cpu(), expected, LIMIT[case.dtype], name)
+
+
+@pytest.mark.parametrize("name", RINGS)
+def test_ring(interpreted, name: str):
+    interpreted(check_ring, name)
+
+
+def check_ring_op() -> None:
+    """Registration, tracing; a long ring asks for no more programs than its window; what does not fit."""
+    from dsv4.kernels import _decode_attention_triton as device_code
+
+    given = ring_arguments(RINGS["several queries, wrapped"])
+    del given["places"]
+    *tensors, window, rate, scale, cos, sin = (given[k] for k in given if k not in ("tokens", "entries"))
+    queries, sinks, selection, positions = tensors
+    rows = (queries, given["tokens"].nan_to_num(), given["entries"].nan_to_num(), sinks, selection, positions)
+    torch.library.opcheck(ring_attention, (*rows, cos, sin, window, rate, scale))
+    long = torch.cat((rows[1], torch.zeros(3, 5000, 16)), dim=1)
+    with patch.object(device_code, "choose", wraps=device_code.choose) as chosen:
+        ring_attention(queries, long, *rows[2:], cos, sin, window, rate, scale)
+    assert chosen.call_args.args[2] == window + selection.shape[2]
+    for change, message in (
+        ((cos[:, :1], sin), r"cos \[3, 1, 4\] torch.float32 for heads of 16; expected \[3 5 turned/2\]"),
+        ((cos, sin.double()), r"sin \[3, 5, 4\] torch.float64"),
+        ((cos.repeat(1, 1, 3), sin), r"cos \[3, 5, 12\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ring_attention(*rows, *change, window, rate, scale)
+    with pytest.raises(ValueError, match=r"tokens \[3, 12, 8\] with queries"):
+        ring_attention(queries, rows[1][..., :8], *rows[2:], cos, sin, window, rate, scale)
+
+
 def check_shares() -> None:
     """However many programs share the keys: one, few, more than there are tiles; twice the same, to the last bit."""
     from dsv4.kernels import _decode_attention_triton as device_code
@@ -251,8 +344,9 @@ def check_blind() -> None:
 
 
 def check_sinks() -> None:
+    torch.manual_seed(0)
     given = CASES["selected"].arguments()
-    for sink in (-torch.inf, 30.0, 1e4):
+    for sink in (-torch.inf, 10.0, 1e4):
         given["sinks"] = torch.full_like(given["sinks"], sink)
         out, lse = decode_attention(**given, backend="triton")
         expected, expected_lse = definition(**given)
@@ -367,7 +461,7 @@ def check_far_addresses() -> None:
     "checked",
     [
         *(check_shares, check_choices, check_blind, check_sinks, check_ties, check_strides, check_as_prefill),
-        *(check_launch_reads_no_value, check_op),
+        *(check_launch_reads_no_value, check_op, check_ring_op),
         pytest.param(check_far_addresses, marks=pytest.mark.slow),
     ],
 )
@@ -397,15 +491,45 @@ def test_every_tile_is_compiled():
     assert {(arch, x.heads, x.keys) for table in tables for arch in CAPABILITY for x in table[arch]} == set(TILES)
 
 
+# Without a selection in narrow tiles alone.
+RING_CI = {("sm_90", 64, 64, 512, True, False), ("sm_90", 64, 32, 512, False, True)}
+RING_COMPILED = [
+    pytest.param(*tile, *more, marks=[] if (*tile, *more) in RING_CI else pytest.mark.slow, id=" ".join(map(str, (*tile, *more))))
+    for tile, more in itertools.product(TILES, itertools.product((64, 512), (True, False), (True, False)))
+    if more[1] or tile[2] == 32
+]
+
+
 @pytest.mark.parametrize(("arch", "heads", "keys", "width", "is_selected", "is_split"), COMPILED)
 def test_compiled(arch: str, heads: int, keys: int, width: int, is_selected: bool, is_split: bool):
+    check_compiled(arch, heads, keys, width, is_selected, is_split)
+
+
+@pytest.mark.parametrize(("arch", "heads", "keys", "width", "is_selected", "is_split"), RING_COMPILED)
+def test_compiled_ring(arch: str, heads: int, keys: int, width: int, is_selected: bool, is_split: bool):
+    check_compiled(arch, heads, keys, width, is_selected, is_split, is_ordered=True, turned=64)
+
+
+@pytest.mark.parametrize("arch", ["sm_90", pytest.param("sm_80", marks=pytest.mark.slow), pytest.param("sm_100", marks=pytest.mark.slow)])
+def test_combine_compiled(arch: str):
+    pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+    from dsv4.kernels import _decode_attention_triton as device_code
+
+    kernel = device_code.combine_kernel
+    for width, turned in ((512, 64), (64, 64), (512, 0)):
+        found = resources(kernel, types_of(kernel), device_code.combine_options(width, turned), CAPABILITY[arch], aligned=())
+        assert found.stack == 0
+        assert found.shared <= SHARED[arch]
+
+
+def check_compiled(arch: str, heads: int, keys: int, width: int, is_selected: bool, is_split: bool, **ring) -> None:
     """Nothing spills, the tile fits, each product is issued once per step and on tensor cores."""
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     from dsv4.kernels import _decode_attention_triton as device_code
 
     launches = (*device_code.NARROW[arch], *device_code.WIDE[arch])
     launch = next(x for x in launches if (x.heads, x.keys) == (heads, keys))
-    options = device_code.split_options(launch, width, is_selected, is_split)
+    options = device_code.split_options(launch, width, is_selected, is_split, **ring)
     kernel = device_code.split_kernel
     found = resources(kernel, types_of(kernel), options, CAPABILITY[arch], aligned=INTEGERS)
     assert found.stack == 0
@@ -422,7 +546,7 @@ def test_compiled(arch: str, heads: int, keys: int, width: int, is_selected: boo
 
 def types_of(kernel) -> dict[str, str]:
     """Triton's type of each argument, for bfloat16 queries and keys."""
-    words = {"position": "*i64", "selection": "*i64"} | dict.fromkeys(("sink", "lse", "mixed", "largest", "total"), "*fp32")
+    words = {"position": "*i64", "selection": "*i64"} | dict.fromkeys(("sink", "cos", "sin", "lse", "mixed", "largest", "total"), "*fp32")
     types = {}
     for name in kernel.arg_names:
         kind = next((kind for word, kind in words.items() if word in name), "*bf16")
@@ -434,6 +558,12 @@ def types_of(kernel) -> dict[str, str]:
 @pytest.mark.parametrize("name", CASES)
 def test_native(name: str):
     check(replace(CASES[name], dtype=torch.bfloat16), device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", RINGS)
+def test_native_ring(name: str):
+    check_ring(name, "cuda", torch.bfloat16)
 
 
 @pytest.mark.gpu

@@ -180,5 +180,83 @@ def test_rounds_of_what_a_hook_wrote_do_not_stop(monkeypatch):
     start = torch.tensor([[1.0, -1.0], [0.0, 0.0]]).view(1, 1, 2, 2)
     with torch.no_grad():
         few = op.sinkhorn_rounds(start, 3, 0.5)
-        monkeypatch.setattr(op, "FEW_TOKENS", 0)
+        monkeypatch.setattr(op.few_mixes, "FEW_TOKENS", 0)
         assert_close(few, op.sinkhorn_rounds(start, 3, 0.5), "equal")
+
+
+@pytest.mark.parametrize("tokens", [(1, 1), (1, 2), (2, 1), (1, 3)])
+@pytest.mark.parametrize("n", [1, 2, 4, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_without_a_gradient_one_go_is_the_steps_to_the_last_bit(tokens, n: int, dtype):
+    given = weights(n, 24, torch.float64 if dtype == torch.float64 else torch.float32)
+    x = torch.randn(*tokens, n, 24).to(dtype)
+    numbers = {"iters": 20, "eps": 1e-6, "rms_eps": 1e-6}
+    with torch.no_grad():
+        found = op.read(x, **given, **numbers)
+        for value, step in zip(found, spelled_out(x, **given, **numbers), strict=True):
+            assert_close(value, step, "equal")
+    with torch.enable_grad():
+        recorded = op.read(x.requires_grad_(), **given, **numbers)
+    for value, other in zip(found, recorded, strict=True):
+        if value.dtype == torch.bfloat16:
+            # One rounding may fall the other way.
+            assert (value.double() - other.double()).abs().max() <= 2**-7 * other.abs().max()
+        else:
+            assert_close(value, other, "float64" if dtype == torch.float64 else "float32 op")
+
+
+@pytest.mark.parametrize("worst", [float("nan"), float("inf"), -float("inf"), 3e38])
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_numbers_that_are_none_spread_as_in_torch(worst: float, tokens: int):
+    given = weights(4, 8, torch.float32)
+    x = torch.randn(1, tokens, 4, 8)
+    x[0, 0, 2, 3] = worst
+    with torch.no_grad():
+        found = op.read(x, **given, iters=20, eps=1e-6, rms_eps=1e-6)
+    with torch.enable_grad():
+        expected = op.read(x.requires_grad_(), **given, iters=20, eps=1e-6, rms_eps=1e-6)
+    for value, other in zip(found, expected, strict=True):
+        assert torch.equal(value.isnan(), other.isnan())
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0, 2000.0])
+def test_mixes_of_large_logits(scale: float):
+    """exp of none of them overflows."""
+    logits = scale * torch.randn(1, 1, 24)
+    base, one = torch.randn(24), torch.ones(())
+    with torch.no_grad():
+        few = (op.read_weights(logits[..., :4], one, base[:4], 1e-6), op.write_weights(logits[..., 4:8], one, base[4:8]))
+        few += (op.sinkhorn_rounds(op.mixing_start(logits[..., 8:], one, base[8:], 1e-6, 4), 20, 1e-6),)
+    wide = logits.double().requires_grad_()
+    many = (op.read_weights(wide[..., :4], one, base[:4], 1e-6), op.write_weights(wide[..., 4:8], one, base[4:8]))
+    many += (op.sinkhorn_rounds(op.mixing_start(wide[..., 8:], one, base[8:], 1e-6, 4), 20, 1e-6),)
+    for value, other in zip(few, many, strict=True):
+        # Of matrices that are nearly permutations the rounds lift what is nearly nothing: relative to each number.
+        assert ((value - other).abs() <= 2e-4 * other.abs() + 1e-7).all()
+
+
+@pytest.mark.parametrize("nearly", [0.0, 1e-3, 1e-6])
+@pytest.mark.parametrize("n", [2, 4])
+def test_rounds_that_are_left_out_would_change_nothing(nearly: float, n: int):
+    """However slowly a matrix settles."""
+    start = torch.rand(40, n, n, dtype=torch.float64) * nearly + torch.eye(n, dtype=torch.float64)[torch.randperm(n)] + 1e-6
+    start[:, 0, 0] += nearly * 1e-3
+    with torch.enable_grad():
+        exact = op.sinkhorn_rounds(start.requires_grad_(), 20, 1e-6).detach()
+    with torch.no_grad():
+        few = torch.stack([op.sinkhorn_rounds(one.unsqueeze(0), 20, 1e-6)[0] for one in start])
+    assert (few - exact).abs().max() <= 20 * op.few_mixes.SETTLED
+
+
+@pytest.mark.parametrize("chunk", [1, 96, 100, 1000])
+def test_in_stretches_it_is_the_same(monkeypatch, chunk: int):
+    n, hidden = 4, 24
+    given = weights(n, hidden, torch.float32)
+    x, out = torch.randn(2, 7, n, hidden), torch.randn(2, 7, hidden)
+    comb, post = torch.rand(2, 7, n, n), torch.rand(2, 7, n)
+    with torch.no_grad():
+        whole = op.mix_logits(x, given["fn"], 1e-6), op.write_back(x, comb, post, out)
+        monkeypatch.setattr(op, "CHUNK", chunk)
+        parts = op.mix_logits(x, given["fn"], 1e-6), op.write_back(x, comb, post, out)
+    for part, expected in zip(parts, whole, strict=True):
+        assert_close(part, expected, "float32 op")

@@ -55,6 +55,7 @@ def test_the_selection_in_chunks_is_that_of_all_scores(monkeypatch, chunk: int, 
     queries, keys, weights = arguments(2, s, 8, entries, 6)
     scores = index_scores(queries, keys, weights).masked_fill(~closed_entries(positions, rate, entries), -torch.inf)
     monkeypatch.setattr(op, "CHUNK", chunk)
+    monkeypatch.setattr(op, "SCORES", chunk)
     lead = max(p - a for p, a in zip(past, start, strict=True))
     found = select_by_index(queries, keys, weights, positions, rate, top_k, lead)
     assert torch.equal(found, select_entries(scores, top_k))
@@ -113,8 +114,34 @@ def test_ties_go_to_the_lowest_entry_in_every_path(monkeypatch, chunk: int, top_
     closed = closed_entries(positions, rate, s // rate)
     scores = index_scores(queries, keys, weights).masked_fill(~closed, -torch.inf)
     monkeypatch.setattr(op, "CHUNK", chunk)
+    monkeypatch.setattr(op, "SCORES", chunk)
     found = select_by_index(queries, keys, weights, positions, rate, top_k, 0)
     assert torch.equal(found, select_entries(scores, top_k))
     for row, ours in zip(scores.flatten(0, 1).tolist(), found.flatten(0, 1).tolist(), strict=True):
         best = sorted(range(len(row)), key=lambda e: (-row[e], e))[:top_k]
         assert ours == [e if row[e] > -torch.inf else -1 for e in best]
+
+
+def by_sorting(scores: torch.Tensor, k: int) -> torch.Tensor:
+    values, order = torch.sort(scores.double() + 0.0, dim=-1, descending=True, stable=True)
+    return order[..., :k].masked_fill(values[..., :k] == float("-inf"), -1)
+
+
+@pytest.mark.parametrize("k", [1, 2, 5, 64])
+@pytest.mark.parametrize("entries", [6, 65, 130, 1027, 4100])
+@pytest.mark.parametrize("levels", [2, 50, 10**9])
+def test_the_best_of_many_are_found_whatever_ties(k: int, entries: int, levels: int):
+    """Levels: so many different scores. Some rows have fewer open entries than are asked for, one has none, one ties at its edge."""
+    scores = torch.randint(-levels, levels, (2, 9, entries)).float() / 7
+    scores[0, :3, entries // 3 :] = float("-inf")
+    scores[0, 3, 2:] = float("-inf")
+    scores[1, 0] = float("-inf")
+    scores[1, 1] = 0.0
+    scores[1, 1, ::2] = -0.0
+    scores[1, 2, : entries // 2] = scores[1, 2, entries // 2 : 2 * (entries // 2)]
+    k = min(k, entries)
+    with torch.no_grad():
+        assert torch.equal(select_entries(scores, k), by_sorting(scores, k))
+        one_row = scores[:1, :1]
+        assert torch.equal(select_entries(one_row, k), by_sorting(one_row, k))
+    assert torch.equal(select_entries(scores, k), by_sorting(scores, k))

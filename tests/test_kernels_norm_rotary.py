@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from dsv4.kernels import norm_rotary as op
 from dsv4.kernels.norm_rotary import rms_norm, rotate, rotate_back
 from dsv4.rope import Rotary, frequencies
 from dsv4.testing import assert_close
@@ -152,3 +153,37 @@ def test_tables_stay_float32_in_a_bfloat16_model():
     for value, other in zip(cast(positions), rotary(positions), strict=True):
         assert value.dtype == torch.float32
         assert torch.equal(value, other)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 6), (2, 5, 3, 6), (1, 1, 1, 6), (0, 4, 6)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("chunk", [1, 13, 1 << 18])
+def test_without_a_gradient_it_is_the_same(monkeypatch, shape, dtype, chunk: int):
+    """One row, stretches of rows, pairs turned in place; what was given is not written to."""
+    monkeypatch.setattr(op, "CHUNK", chunk)
+    x, weight = torch.randn(shape).to(dtype), torch.randn(6, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    angles = torch.randn(*shape[:-1], 2, dtype=weight.dtype)
+    given, limit = x.clone(), "float64" if dtype == torch.float64 else "float32 op"
+    for w in (weight, None):
+        with torch.enable_grad():
+            recorded = x.clone().requires_grad_()
+            expected = rms_norm(recorded, w, 1e-6)
+            turned = rotate(expected, angles.cos(), angles.sin())
+        with torch.no_grad():
+            assert_close(rms_norm(x, w, 1e-6), expected, limit)
+            assert_close(rotate(rms_norm(x, w, 1e-6), angles.cos(), angles.sin()), turned, limit)
+            both = op.norm_and_rotate(x, w, angles.cos(), angles.sin(), 1e-6)
+            assert_close(both, rotate(rms_norm(x, w, 1e-6), angles.cos(), angles.sin()), "equal")
+    assert torch.equal(x, given)
+
+
+@pytest.mark.parametrize("row", [[0.0, 0.0], [1e30, 1.0], [float("nan"), 1.0], [float("inf"), 1.0]])
+@pytest.mark.parametrize("eps", [0.0, 1e-6])
+def test_one_row_of_extremes_is_as_in_torch(row: list[float], eps: float):
+    x = torch.tensor([row])
+    with torch.no_grad():
+        found = rms_norm(x, None, eps)
+    with torch.enable_grad():
+        expected = rms_norm(x.requires_grad_(), None, eps).detach()
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num())

@@ -23,16 +23,20 @@ TINY = replace(
     layer_types=(SLIDING, CSA, HCA),
     mlp_layer_types=(HASH_MOE, MOE, MOE),
 )
-# Calls of each op in one forward: two read sites in a block, of which the second is read as it is written; norms of the query latent,
-# queries, keys and the heads turned back in each block, the indexer's queries, the final norm; two pools on a CSA block, one on an HCA one.
+# Calls of each op in one forward: two read sites in a block, of which the second is read as it is written, and the
+# mixture's sum, which writes; norms of the query latent, queries, keys and the heads turned back in each block, the indexer's queries, the
+# final norm; two pools on a CSA block, one on an HCA one.
 CALLS = {
     "hyper_read": 3,
     "hyper_write_read": 3,
-    "hyper_write": 3,
+    "hyper_write": 0,
     "norm_rotary": 14,
     "pool_entries": 3,
     "index_select": 1,
     "sparse_attention": 3,
+    "mixture": 0,
+    "mixture_write": 3,
+    "grouped_experts": 0,
 }
 
 
@@ -121,6 +125,11 @@ LEFT = {
     "layers.1.self_attn.compressor.compressed_entries": {},
     "layers.1.self_attn.compressor.indexer.indexer_scores": {"index_select": 1},
     "layers.1.self_attn.compressor.indexer.indexer_selection": {},
+    "layers.1.mlp.expert_weights": {},
+    "layers.1.mlp.routed_output": {"mixture_write": 1, "grouped_experts": -1, "hyper_write": -1},
+    "layers.1.mlp.shared_expert_output": {"mixture_write": 1, "grouped_experts": -1, "hyper_write": -1},
+    "layers.1.mlp.expert_up": {"mixture_write": 1, "hyper_write": -1},
+    "layers.1.mlp.mlp_output": {"mixture_write": 1, "mixture": -1, "hyper_write": -1},
 }
 
 
@@ -147,7 +156,7 @@ def check_edits() -> None:
     plain, fused = models()
     ids = prompt(1, 3)
     with torch.no_grad():
-        for leaf in ("attention_pre", "layer_mid", "mlp_collapsed"):
+        for leaf in ("attention_pre", "layer_mid", "mlp_collapsed", "mlp.mlp_output"):
             name = f"layers.1.{leaf}"
             read, _ = fused.run_with_cache(ids, name)
             same = fused.run_with_hooks(ids, fwd_hooks=[(name, lambda value, hook: value.clone())])
@@ -165,6 +174,7 @@ def check_modules_are_called() -> None:
     modules = {
         "input_layernorm": block.input_layernorm,
         "post_attention_layernorm": block.post_attention_layernorm,
+        "mlp": block.mlp,
         "q_a_norm": block.self_attn.q_a_norm,
         "q_b_norm": block.self_attn.q_b_norm,
         "kv_norm": block.self_attn.kv_norm,
