@@ -81,7 +81,7 @@ def _(queries, keys, weights, positions, rate, k, lead):
 
 
 def _in_chunks(queries: Tensor, keys: Tensor, weights: Tensor, positions: Tensor, rate: int, k: int, lead: int) -> Tensor:
-    b, s, h, _ = queries.shape
+    b, s = queries.shape[:2]
     entries = keys.shape[1]
     width = min(k, entries)
     parts = []
