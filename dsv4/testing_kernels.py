@@ -180,7 +180,8 @@ def _arrives(ptx: str) -> bool:
     """
     arrival = "atom.global.gpu.acq_rel.add"
     if arrival not in ptx:
-        assert "atom." not in ptx
+        # Sums of floats, which no one waits for, take any order.
+        assert not re.search(r"\batom\.\S*\.[usb]32", ptx)
         return False
     before, after = ptx.split(arrival)
     moves = re.compile(r"bar\.sync|st\.global|ld\.global|cp\.async\.c")
