@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from dsv4.handle import Handle
 from dsv4.stage import Stage
@@ -31,7 +32,14 @@ def _same(x):
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether PyTorch's own hooks, or a forward set on the instance, look at a module that is no point: a fused way then calls it."""
+    """Whether PyTorch's own hooks, those of all modules among them, or a forward set on the instance, look at a module that is no point:
+    a fused way then calls it, and what it returned is not written over.
+    """
+    return has_hooks(module) or any(getattr(torch_module, f"_global{name}") for name in THEIR_HOOKS)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """The same without the hooks of all modules."""
     return any(module.__dict__[name] for name in THEIR_HOOKS) or "forward" in module.__dict__
 
 
@@ -152,7 +160,7 @@ class HookPoint(nn.Module):
     @property
     def foreign(self) -> bool:
         """Something other than our own hooks listens: PyTorch's module hooks, or a forward set on the instance (nnsight)."""
-        return is_watched(self)
+        return has_hooks(self)
 
     @property
     def live(self) -> bool:

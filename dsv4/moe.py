@@ -109,10 +109,9 @@ class Moe(Probed):
         if self.adds_in_one:
             return tap.mlp_output(self.in_one_sum(x, call))
         indices, weights, _ = self.routes(x, call)
-        shared = self.spelled_shared if self.listened & SHARED_VALUES else self.shared_experts
         routed = self.spelled_experts if self.listened & EXPERT_VALUES else self.fused_experts
         routed = tap.routed_output(routed(x, indices, weights, call))
-        return tap.mlp_output(routed + tap.shared_expert_output(shared(x)))
+        return tap.mlp_output(routed + tap.shared_expert_output(self.shared(x)))
 
     def write(self, x: Tensor, call: Call, streams: Tensor, comb: Tensor, post: Tensor) -> Tensor:
         """What `forward` returns, written into streams [b s n hidden] in the launch that makes it, where `writes_in_one`."""
@@ -125,8 +124,10 @@ class Moe(Probed):
 
     def in_one_sum(self, x: Tensor, call: Call, into: tuple[Tensor, Tensor, Tensor] | None = None) -> Tensor:
         indices, weights, sorted_slots = self.routes(x, call)
-        shared = self.spelled_shared if self.listened & SHARED_VALUES else self.shared_experts
-        return self.experts.with_shared(x, indices, weights, call.without_padding, sorted_slots, shared(x), into)
+        return self.experts.with_shared(x, indices, weights, call.without_padding, sorted_slots, self.shared(x), into)
+
+    def shared(self, x: Tensor) -> Tensor:
+        return self.spelled_shared(x) if self.listened & SHARED_VALUES else self.shared_experts(x)
 
     @property
     def adds_in_one(self) -> bool:

@@ -43,8 +43,8 @@ class Router(Linear, Float32):
         return router_weights(scores, indices, self.factor)
 
     def takes(self, x: Tensor) -> bool:
-        """Whether there is device code that routes x [b s hidden] in one launch."""
-        return self.backend == "triton" and 0 < x.shape[0] * x.shape[1] <= FEW_TOKENS
+        """Whether there is device code that routes x [b s hidden] in one launch. What a class over these computes it does not know."""
+        return type(self) in OWN and self.backend == "triton" and 0 < x.shape[0] * x.shape[1] <= FEW_TOKENS
 
     def in_one(self, x: Tensor, call: Call) -> Routes:
         """All of it at once: reals and indices [b s ...], the sorted slots of all tokens."""
@@ -92,3 +92,6 @@ class HashRouter(Router):
 
     def chooser(self, call):
         return None, self.tid2eid, call.input_ids.flatten()
+
+
+OWN = (TopKRouter, HashRouter)

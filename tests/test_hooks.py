@@ -10,8 +10,13 @@ from collections import OrderedDict
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from dsv4 import HookPoint
+from dsv4.kernels import hyper_connection, norm_rotary
+from dsv4.linear import Linear
+from dsv4.norm import RMSNorm, UnweightedRMSNorm
+from dsv4.testing import assert_close
 from dsv4.testing_probes import (
     calls_counted,
     changed,
@@ -29,6 +34,7 @@ REAL = MASK.bool()
 LAYERS = [None, *range(MODEL.num_layers)]
 ALIASES = ("attention_keys", "attention_values")
 OUTPUT = "layers.4.self_attn.attention_output"
+PLAIN = (Linear, RMSNorm, UnweightedRMSNorm)
 
 
 def run(hooks=(), **more):
@@ -1127,3 +1133,27 @@ def test_backward_after_in_place_edits_everywhere():
     assert grads
     assert all(grad.isfinite().all() for grad in grads)
     MODEL.zero_grad()
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_pytorchs_hooks_keep_what_modules_return(monkeypatch, everywhere: bool):
+    """Norms are called for them, and nothing that they were handed is written over later; hooks of all modules and of each."""
+    monkeypatch.setattr(norm_rotary, "CHUNK", 1)
+    monkeypatch.setattr(hyper_connection, "CHUNK", 1)
+    kept = []
+
+    def keep(module, given, output):
+        if isinstance(module, PLAIN):
+            kept.append((module, output, output.clone()))
+
+    modules = [m for m in MODEL.modules() if isinstance(m, PLAIN)]
+    with torch.no_grad():
+        plain = MODEL(IDS)
+        handles = [register_module_forward_hook(keep)] if everywhere else [m.register_forward_hook(keep) for m in modules]
+        watched = MODEL(IDS)
+    for handle in handles:
+        handle.remove()
+    assert_close(watched, plain, "watched")
+    assert all(torch.equal(output, then) for _, output, then in kept)
+    seen = {module for module, _, _ in kept}
+    assert {block.self_attn.q_b_norm for block in MODEL.layers} | {block.self_attn.kv_norm for block in MODEL.layers} <= seen

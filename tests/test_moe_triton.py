@@ -19,6 +19,7 @@ from dsv4.kernels.hyper_connection import fused_write, write_back
 from dsv4.kernels.quantize import quantize_fp4, quantize_fp8
 from dsv4.kernels.router import fused_router
 from dsv4.moe import HashMoe, Moe
+from dsv4.router import HashRouter, TopKRouter
 from dsv4.testing import assert_close
 from dsv4.testing_kernels import interpreter, resources
 
@@ -356,3 +357,13 @@ def test_compiled(capability: int, streams: int):
 @pytest.mark.parametrize("name", SUMS)
 def test_native_sum(name: str):
     check_sum(name, "cuda", torch.bfloat16)
+
+
+def test_a_router_of_somebody_elses_is_asked():
+    """Device code does not know what a class over the routers computes."""
+    x = torch.randn(1, 2, CONFIG.hidden_size)
+    for kind in (TopKRouter, HashRouter):
+        own, derived = kind(CONFIG), type("Derived", (kind,), {})(CONFIG)
+        own.backend = derived.backend = "triton"
+        assert own.takes(x)
+        assert not derived.takes(x)
