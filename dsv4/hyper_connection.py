@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from dsv4.config import Dsv4Config
 from dsv4.float32 import Float32
 from dsv4.hooks import is_watched
+from dsv4.kernels import few_tokens
 from dsv4.kernels import hyper_connection as op
 from dsv4.norm import RMSNorm
 
@@ -31,10 +32,12 @@ class HyperConnection(Float32):
         """x [b s n hidden] -> pre [b s n], post [b s n], comb [b s n n], collapsed [b s hidden], and what `norm` makes of that, where it
         is made on the way, else None.
         """
-        if self.backend == "torch":
-            return *op.read(x, self.fn, self.scale, self.base, iters=self.iters, eps=self.eps, rms_eps=self.rms_eps), None
+        is_torch = self.backend == "torch"
+        given = (x, self.fn, self.scale, self.base)
+        if is_torch and not op.takes_few(*given):
+            return *op.read(*given, iters=self.iters, eps=self.eps, rms_eps=self.rms_eps), None
         weight, numbers = self._norm(norm)
-        *values, normed = op.fused_read(x, self.fn, self.scale, self.base, weight, *numbers)
+        *values, normed = (few_tokens.read if is_torch else op.fused_read)(*given, weight, *numbers)
         return *values, None if weight is None else normed
 
     def write(self, x: Tensor, comb: Tensor, post: Tensor, out: Tensor, *, is_free: bool = False) -> Tensor:
@@ -52,7 +55,7 @@ class HyperConnection(Float32):
 
     def _norm(self, norm: RMSNorm) -> tuple[Tensor | None, tuple[int, float, float, float]]:
         """(the norm's weight where it may be fused, the op's numbers)."""
-        is_fused = norm.backend == "triton" and not is_watched(norm)
+        is_fused = norm.backend == self.backend and type(norm) is RMSNorm and not is_watched(norm)
         return norm.weight if is_fused else None, (self.iters, self.eps, self.rms_eps, norm.eps)
 
     def logits(self, x: Tensor) -> Tensor:

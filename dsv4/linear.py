@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from dsv4.kernels.block_scaled_linear import block_scaled_linear
-from dsv4.kernels.numeric import linear, wide
+from dsv4.kernels.few_tokens import linear
+from dsv4.kernels.numeric import wide
 from dsv4.kernels.quantize import dequantize_fp8
 
 SCALE_BLOCK = 128

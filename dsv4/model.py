@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dsv4.ablation import Ablating
 from dsv4.block import Block, Blocks
+from dsv4.budget import keep_freed_memory
 from dsv4.call import Call, plan
 from dsv4.compiling import Compiling
 from dsv4.config import Dsv4Config
@@ -22,8 +23,9 @@ from dsv4.hooks import HookPoint, Probed
 from dsv4.hyper_connection import HyperHead
 from dsv4.inputs import Input, resolve
 from dsv4.interventions import Interventions
+from dsv4.kernels.few_tokens import linear
 from dsv4.kernels.hyper_connection import collapse
-from dsv4.kernels.numeric import linear, wide
+from dsv4.kernels.numeric import wide
 from dsv4.knockout import KnockingOut
 from dsv4.kv_cache import KVCache
 from dsv4.linear import Linear
@@ -86,6 +88,7 @@ class Dsv4(Watching, Interventions, Ablating, Freezing, KnockingOut, Splicing, P
         self.input_size: tuple[int, int] | None = None
         self.name_points()
         self.eval()
+        keep_freed_memory()
 
     def forward(
         self,

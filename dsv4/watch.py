@@ -189,15 +189,18 @@ class Watching:
     def _reached(self, names, span: Span) -> list[str]:
         """The values that `names` means and the run reaches; KeyError when one of the patterns means only values it leaves out."""
         points = self.hook_dict
-        missing = {n: why for n, point in points.items() if (why := span.missing(n, point.layer))}
+        # A run from end to end reaches every value.
+        missing = {} if span == Span() else {n: why for n, point in points.items() if (why := span.missing(n, point.layer))}
         if names is None:
             return [n for n in points if n not in missing and n.rsplit(".", 1)[-1] in values.RESIDUAL_SET]
-        for pattern in names if isinstance(names, list | tuple | set | frozenset) else [names]:
-            meant = self.match_names(pattern)
-            if all(n in missing for n in meant):
-                more = f" and {len(meant) - 1} more" if len(meant) > 1 else ""
-                raise KeyError(f"this run does not reach {meant[0]}{more}: {missing[meant[0]]}")
-        return [n for n in self.match_names(names) if n not in missing]
+        meant = self.match_names(names)
+        if missing:
+            for pattern in names if isinstance(names, list | tuple | set | frozenset) else [names]:
+                one = self.match_names(pattern)
+                if all(n in missing for n in one):
+                    more = f" and {len(one) - 1} more" if len(one) > 1 else ""
+                    raise KeyError(f"this run does not reach {one[0]}{more}: {missing[one[0]]}")
+        return [n for n in meant if n not in missing]
 
     # What there is and what it costs.
 

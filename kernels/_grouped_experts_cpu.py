@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm, silu
 
+from dsv4.kernels import few_tokens
 from dsv4.kernels.grouped_experts import Stored, swiglu
 from dsv4.kernels.grouped_linear import GROUPED_DTYPES, decode, groups, takes_grouped
-from dsv4.kernels.numeric import linear, wide
+from dsv4.kernels.numeric import wide
 from dsv4.kernels.routing import slots_in_order, sort_by_expert
 
 # From so many rows of an expert on (in the mean) experts are taken one after another.
@@ -35,6 +36,8 @@ def run(x: Tensor, indices: Tensor, weights: Tensor, bank: Stored, limit: float)
     tokens, k = indices.shape
     is_dense = bank.first_scale is None
     if tokens == 1 and is_dense:
+        if few_tokens.takes_bank(x, indices, weights, bank.first, bank.second):
+            return few_tokens.experts(x, indices, weights, bank.first, bank.second, limit)
         experts = indices[0].tolist()
         if len(set(experts)) == k:
             return weights @ wide(_slot_by_slot(x, experts, bank, limit))
@@ -47,9 +50,9 @@ def run(x: Tensor, indices: Tensor, weights: Tensor, bank: Stored, limit: float)
 
 def _slot_by_slot(x: Tensor, experts: list[int], bank: Stored, limit: float) -> Tensor:
     """x [1 H] -> [k H]."""
-    gate_up = torch.cat([linear(x, bank.first[e]) for e in experts])
+    gate_up = torch.cat([torch.nn.functional.linear(x, bank.first[e]) for e in experts])
     neurons = _swiglu(gate_up, limit).split(1)
-    return torch.cat([linear(row, bank.second[e]) for row, e in zip(neurons, experts, strict=True)])
+    return torch.cat([torch.nn.functional.linear(row, bank.second[e]) for row, e in zip(neurons, experts, strict=True)])
 
 
 def _all_at_once(x: Tensor, tokens: Tensor, ends: Tensor, bank: Stored, limit: float) -> Tensor:

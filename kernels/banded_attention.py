@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.functional import pad
 
+from dsv4.kernels import few_tokens
 from dsv4.kernels.numeric import is_plain, wide
 from dsv4.kernels.reach import Reach, visible_entries, visible_tokens
 from dsv4.kernels.recompute import gradients
@@ -127,6 +128,8 @@ banded_attention_op.register_autograd(_gradient, setup_context=_keep)
 
 def few_queries(queries, tokens, entries, sinks, reach: Reach, selection, scale: float) -> Tensor:
     """All queries at once, each against every token key."""
+    if few_tokens.takes_attention(queries, tokens, entries, sinks, reach, selection):
+        return few_tokens.attention(queries, tokens, entries, sinks, reach, selection, scale)
     dtype, queries, tokens = queries.dtype, wide(queries) * scale, wide(tokens)
     return _few(queries, tokens, entries, wide(sinks), reach, selection).to(dtype)
 

@@ -16,14 +16,14 @@ that is imported when it is first asked for. A read can norm what it collapsed (
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from dsv4.kernels import few_mixes, recompute
+from dsv4.kernels import few_tokens, recompute
 from dsv4.kernels.backend import available
-from dsv4.kernels.norm_rotary import inverse_rms, rms_norm
+from dsv4.kernels.norm_rotary import rms_norm
 from dsv4.kernels.numeric import is_plain, wide
 
 # What the device code takes: a token's collapsed row stands in the registers of one program, its streams' mixing in one tile.
@@ -41,6 +41,8 @@ def tokens_of_chunk(x: Tensor) -> int:
 
 def mix_logits(x: Tensor, fn: Tensor, rms_eps: float) -> Tensor:
     """x [b s n h], fn [m, n*h] -> [b s m]: the projection of the normed streams, before scale and bias."""
+    if few_tokens.takes(x, x.shape[:-2].numel(), (fn, (len(fn), x.shape[-2:].numel()))):
+        return few_tokens.mix_logits(x, fn, rms_eps)
     flat = wide(x).flatten(-2)
     fn = fn.to(flat.dtype)
     if is_plain(flat) and flat.numel() > CHUNK:
@@ -51,49 +53,39 @@ def mix_logits(x: Tensor, fn: Tensor, rms_eps: float) -> Tensor:
             torch.mul(torch.nn.functional.linear(rows, fn), torch.rsqrt(length.square_() / rows.shape[-1] + rms_eps), out=into)
         return logits
     logits = torch.nn.functional.linear(flat, fn)
-    if is_plain(flat) and flat.numel() == flat.shape[-1]:
-        return logits.mul_(inverse_rms(flat, rms_eps))
     mean_square = torch.linalg.vector_norm(flat, dim=-1, keepdim=True).square() / flat.shape[-1]
     return logits * torch.rsqrt(mean_square + rms_eps)
 
 
 def read_weights(logits: Tensor, scale: Tensor, base: Tensor, eps: float) -> Tensor:
     """sigmoid(scale * logits + base) + eps: the weight of each stream in what is read."""
-    if few_mixes.takes(logits, logits.numel() // logits.shape[-1]):
-        return _few(logits, lambda row: [w + eps for w in few_mixes.sigmoids(row, scale.item(), base.tolist())])
+    if _takes_logits(logits, scale, base):
+        return few_tokens.stream_weights(logits, scale, base, 1.0, eps)
     return torch.sigmoid(logits * scale + base) + eps
 
 
 def write_weights(logits: Tensor, scale: Tensor, base: Tensor) -> Tensor:
     """2 * sigmoid(scale * logits + base): how much of the output each stream receives, in (0, 2)."""
-    if few_mixes.takes(logits, logits.numel() // logits.shape[-1]):
-        return _few(logits, lambda row: [2.0 * w for w in few_mixes.sigmoids(row, scale.item(), base.tolist())])
+    if _takes_logits(logits, scale, base):
+        return few_tokens.stream_weights(logits, scale, base, 2.0, 0.0)
     return 2 * torch.sigmoid(logits * scale + base)
 
 
 def mixing_start(logits: Tensor, scale: Tensor, base: Tensor, eps: float, n: int) -> Tensor:
     """logits [..., n*n] -> [..., n, n]: positive matrix from which the Sinkhorn rounds start."""
     tokens = logits.shape[:-1]
-    if few_mixes.takes(logits, tokens.numel()):
-        return _few(logits, lambda row: few_mixes.start(row, scale.item(), base.tolist(), eps, n)).unflatten(-1, (n, n))
+    if logits.shape[-1] == n * n and _takes_logits(logits, scale, base):
+        return few_tokens.mixing_start(logits, scale, base, eps, n)
     return _tokens_first(_start(logits, scale, base, eps, n), tokens)
 
 
 def sinkhorn_rounds(start: Tensor, iters: int, eps: float) -> Tensor:
     """start [..., n, n] -> [..., iters, n, n]: slice 0 after the first column normalisation, slice t after t more (row, column) rounds."""
     *tokens, n, _ = start.shape
-    # Sums of what is positive divide without a thought for zero.
-    if few_mixes.takes(start, math.prod(tokens)) and eps > 0 and bool(start.min() > 0):
-        go = few_mixes.rounds(n, every=True)
-        return _few(start.flatten(-2), lambda row: go(row, iters, eps)).unflatten(-1, (iters, n, n))
+    if start.dtype == torch.float32 and few_tokens.takes(start, math.prod(tokens)):
+        return few_tokens.sinkhorn_rounds(start, iters, eps)
     rounds = torch.stack(list(_rounds(start.reshape(-1, n, n).permute(1, 2, 0).contiguous(), iters, eps)))
     return rounds.permute(3, 0, 1, 2).reshape(*tokens, iters, n, n)
-
-
-def _few(x: Tensor, of_row: Callable[[list[float]], list[float]]) -> Tensor:
-    """A function of Python's floats on each row of x [... i] -> [... o]."""
-    found = [of_row(row) for row in x.reshape(-1, x.shape[-1]).tolist()]
-    return torch.tensor(found, dtype=x.dtype).view(*x.shape[:-1], len(found[0]))
 
 
 # The rounds run with the tokens on the last axis, [n, n, tokens], so that a round is a few wide vector operations. The steps above do
@@ -122,6 +114,8 @@ def _tokens_first(x: Tensor, tokens: torch.Size) -> Tensor:
 def collapse(x: Tensor, pre: Tensor) -> Tensor:
     """x [b s n h], pre [b s n] -> [b s h]: the weighted sum over streams, rounded once to x's dtype."""
     *tokens, n, h = x.shape
+    if few_tokens.takes(x, math.prod(tokens), (pre, x.shape[:-1])):
+        return few_tokens.collapse(x, pre)
     return torch.bmm(pre.reshape(-1, 1, n), wide(x).reshape(-1, n, h)).view(*tokens, h).to(x.dtype)
 
 
@@ -130,6 +124,9 @@ def write_back(x: Tensor, comb: Tensor, post: Tensor, out: Tensor, *, is_free: b
     streams are then written over.
     """
     b, s, n, h = x.shape
+    is_few = few_tokens.takes(x, b * s, (comb, (b, s, n, n)), (post, (b, s, n)))
+    if is_few and is_plain(out) and out.shape == (b, s, h) and out.dtype == x.dtype:
+        return few_tokens.write_back(x, comb, post, out)
     turned = comb.reshape(b * s, n, n).transpose(1, 2)
     if x.dtype == comb.dtype and x.numel() > CHUNK and is_plain(x):
         is_free = is_free and x.is_contiguous()
@@ -141,11 +138,8 @@ def write_back(x: Tensor, comb: Tensor, post: Tensor, out: Tensor, *, is_free: b
             else:
                 torch.bmm(mix, rows, out=into).addcmul_(weight, new)
         return written
-    if b * s == 1 and x.dtype == comb.dtype == out.dtype and is_plain(x):
-        return torch.mm(turned[0], x.reshape(n, h)).addr_(post.reshape(n), out.reshape(h)).view(x.shape)
     # Dense first: with many tokens a transposed 4 x 4 matrix is several times slower in a batched product.
-    turned = turned if b * s <= few_mixes.FEW_TOKENS else turned.contiguous()
-    mixed = torch.bmm(turned, wide(x).reshape(b * s, n, h)).view(x.shape)
+    mixed = torch.bmm(turned.contiguous(), wide(x).reshape(b * s, n, h)).view(x.shape)
     return mixed.addcmul_(post.unsqueeze(-1), wide(out).unsqueeze(-2)).to(x.dtype)
 
 
@@ -153,16 +147,30 @@ def read(
     x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, *, iters: int, eps: float, rms_eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The whole read in one go: (pre [b s n], post [b s n], comb [b s n n], collapsed [b s h])."""
-    b, s, n, _ = x.shape
+    if takes_few(x, fn, scale, base):
+        return few_tokens.read(x, fn, scale, base, None, iters, eps, rms_eps, 0.0)[:-1]
+    n = x.shape[2]
     logits = mix_logits(x, fn, rms_eps)
-    if few_mixes.takes(logits, b * s) and b * s and eps > 0:
-        numbers = few_mixes.every(logits.view(b * s, -1).tolist(), scale.tolist(), base.tolist(), n, iters, eps, logits)
-        pre, post, comb = torch.tensor(numbers, dtype=logits.dtype).view(b, s, -1).split((n, n, n * n), dim=-1)
-        return pre, post, comb.unflatten(-1, (n, n)), collapse(x, pre)
     pre = read_weights(logits[..., :n], scale[0], base[:n], eps)
     post = write_weights(logits[..., n : 2 * n], scale[1], base[n : 2 * n])
     last = deque(_rounds(_start(logits[..., 2 * n :], scale[2], base[2 * n :], eps, n), iters, eps), maxlen=1)[0]
     return pre, post, _tokens_first(last, x.shape[:2]), collapse(x, pre)
+
+
+def takes_few(x: Tensor, fn: Tensor, scale: Tensor, base: Tensor) -> bool:
+    """Whether `few_tokens.read` takes streams x [b s n h]."""
+    b, s, n, h = x.shape
+    m = (2 + n) * n
+    return few_tokens.takes(x, b * s, (fn, (m, n * h)), (scale, (3,)), (base, (m,)))
+
+
+def _takes_logits(logits: Tensor, scale: Tensor, base: Tensor) -> bool:
+    width = logits.shape[-1]
+    return (
+        scale.numel() == 1
+        and logits.dtype == torch.float32
+        and few_tokens.takes(logits, logits.shape[:-1].numel(), (scale, scale.shape), (base, (width,)))
+    )
 
 
 def read_definition(

@@ -7,12 +7,10 @@ Rotary: the last r channels, in adjacent pairs (2i, 2i + 1), turned by position 
 `fused_norm_rotary` is both in one pass, a registered op (`dsv4::norm_rotary`) over device code that is imported when it is first asked for.
 """
 
-from math import inf
-
 import torch
 from torch import Tensor
 
-from dsv4.kernels import recompute
+from dsv4.kernels import few_tokens, recompute
 from dsv4.kernels.backend import available
 from dsv4.kernels.numeric import is_plain, wide
 
@@ -25,10 +23,9 @@ CHUNK = 1 << 18
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, is_free: bool = False) -> Tensor:
     """x [..., d], weight [d] or None -> [..., d] of x's dtype. is_free: nobody needs x any more; a long one is then written over."""
+    if 0 < x.numel() == x.shape[-1] and few_tokens.takes(x, 1, *_held(x, weight)):
+        return few_tokens.rms_norm(x, weight, eps)
     w = wide(x)
-    if is_plain(w) and 0 < w.numel() == w.shape[-1]:
-        y = w * inverse_rms(w, eps)
-        return (y if weight is None else y.mul_(weight)).to(x.dtype)
     if w.numel() > CHUNK and is_plain(w):
         y = w if is_free and w.is_contiguous() else torch.empty_like(w, memory_format=torch.contiguous_format)
         for rows, into in zip(*(t.reshape(-1, w.shape[-1]).split(max(1, CHUNK // w.shape[-1])) for t in (w, y)), strict=True):
@@ -40,18 +37,13 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, is_free: bool = Fa
     return (y if weight is None else y * weight).to(x.dtype)
 
 
-def inverse_rms(row: Tensor, eps: float) -> float:
-    """1 / sqrt(mean(row^2) + eps) of one row, read back: nothing of it costs more than a call into torch."""
-    length = torch.linalg.vector_norm(row).item()
-    mean_square = length * length / row.numel() + eps
-    return mean_square**-0.5 if mean_square > 0 else inf if mean_square == 0 else mean_square
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, is_free: bool = False) -> Tensor:
     """x [..., d], cos and sin [..., r / 2] broadcasting over x's leading axes -> x with its last r channels turned. is_free: nobody needs
     x any more.
     """
     r = 2 * cos.shape[-1]
+    if _is_one_token(x, cos, sin):
+        return few_tokens.turn(x, None, cos, sin, None)
     if _turns_in_place(x, cos) and is_plain(x):
         is_free = is_free and x.is_contiguous() and x.storage_offset() % 2 == 0
         return _turn(x if is_free else x.clone(memory_format=torch.contiguous_format), cos, sin)
@@ -70,6 +62,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, is_free: bool = False) -> Ten
     return torch.cat((plain, pairs.to(x.dtype)), dim=-1)
 
 
+def _is_one_token(x: Tensor, cos: Tensor, sin: Tensor, *held: tuple[Tensor, torch.Size]) -> bool:
+    """Whether compiled code turns all rows of x by one angle."""
+    half = cos.shape[-1]
+    is_one = cos.numel() == half and x.dtype == torch.float32 and 0 < 2 * half <= x.shape[-1]
+    return is_one and few_tokens.takes(x, 1, (cos, cos.shape), (sin, cos.shape), *held)
+
+
+def _held(x: Tensor, weight: Tensor | None) -> tuple[tuple[Tensor, torch.Size], ...]:
+    return () if weight is None else ((weight, x.shape[-1:]),)
+
+
 def _turns_in_place(x: Tensor, cos: Tensor) -> bool:
     """Whether x's pairs are complex numbers in memory, once x is dense."""
     return x.dtype == cos.dtype and x.shape[-1] % 2 == 0
@@ -82,7 +85,9 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def norm_and_rotate(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float, *, is_free: bool = False) -> Tensor:
-    """`rotate` of `rms_norm`, to the last bit. is_free: as there."""
+    """`rotate` of `rms_norm`, to the last bit but for a single token of several rows. is_free: as there."""
+    if _is_one_token(x, cos, sin, *_held(x, weight)):
+        return few_tokens.turn(x, weight, cos, sin, eps)
     return rotate(rms_norm(x, weight, eps, is_free=is_free), cos, sin, is_free=True)
 
 

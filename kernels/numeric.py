@@ -3,12 +3,14 @@
 from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch._C import _len_torch_dispatch_stack
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 # Of what is looked through by the best of so many at a time.
 GROUP = 8
-# Matrices that are read before one row is multiplied by them: the longest row, fewest and most numbers.
-NARROW, SMALL = 1024, (1 << 13, 1 << 19)
 
 
 def wide(x: Tensor) -> Tensor:
@@ -21,24 +23,12 @@ def is_plain(x: Tensor) -> bool:
     return (
         x.is_cpu
         and type(x) is Tensor
-        and not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
-        and not torch.autograd.forward_ad._current_level >= 0
-        and not torch._C._len_torch_dispatch_stack()
+        and not is_grad_enabled()
+        and not is_compiling()
+        and peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+        and not _len_torch_dispatch_stack()
     )
-
-
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [... i], weight [o i] -> [... o].
-
-    A product of one row takes a small matrix that the cache does not hold at half the rate at which it can be read in order (256 x 256
-    numbers in 21 us, where their sum takes 7): the sum comes first.
-    """
-    is_small = SMALL[0] <= weight.numel() <= SMALL[1] and weight.dtype == torch.float32 and x.is_cpu
-    if is_small and x.numel() == x.shape[-1] <= NARROW and not torch.is_grad_enabled():
-        weight.sum()
-    return torch.nn.functional.linear(x, weight)
 
 
 def topk_lowest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
