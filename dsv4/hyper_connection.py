@@ -56,6 +56,8 @@ class HyperConnection(Float32):
     def _norm(self, norm: RMSNorm) -> tuple[Tensor | None, tuple[int, float, float, float]]:
         """(the norm's weight where it may be fused, the op's numbers)."""
         is_fused = norm.backend == self.backend and type(norm) is RMSNorm and not is_watched(norm)
+        # What compiled code does not read is left to the norm itself.
+        is_fused = is_fused and (self.backend == "triton" or few_tokens.is_held(norm.weight, (self.fn.shape[1] // self.streams,)))
         return norm.weight if is_fused else None, (self.iters, self.eps, self.rms_eps, norm.eps)
 
     def logits(self, x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Only sums of products may be reordered: NaN and infinity spread as they do in to
 """
 
 import math
+import warnings
 
 import numpy as np
 from numba import carray, config, njit, types
@@ -21,9 +22,27 @@ def compiled(function):
     """Kept on disk where there is a folder to keep it in."""
     options = {"error_model": "numpy", "fastmath": REORDERED}
     try:
-        return njit(cache=True, **options)(function)
-    except RuntimeError:
+        found = njit(cache=True, **options)(function)
+    except (RuntimeError, OSError):
         return njit(**options)(function)
+    if RUNS:
+        for use in ("load_overload", "save_overload"):
+            setattr(found._cache, use, unless_it_fails(getattr(found._cache, use)))
+    return found
+
+
+def unless_it_fails(use):
+    """What is kept on disk saves seconds; it may be damaged, or find no room: then it is compiled without."""
+
+    def guarded(*given):
+        try:
+            return use(*given)
+        except Exception as error:
+            message = f"numba's cache of compiled code failed ({type(error).__name__}: {error}): compiled anew, which takes seconds"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            return None
+
+    return guarded
 
 
 def exact(function):
@@ -46,6 +65,27 @@ def reals(address, shape):
 @exact
 def integers(address, shape):
     return carray(at(address), shape, np.int64)
+
+
+# Loops, where numba would take an assignment to a slice: it compiles them in a tenth of the time.
+
+
+@exact
+def copy(given, found):
+    for i in range(len(found)):
+        found[i] = given[i]
+
+
+@exact
+def copy_rows(given, found):
+    for i in range(len(found)):
+        copy(given[i], found[i])
+
+
+@exact
+def clear(found):
+    for i in range(len(found)):
+        found[i] = 0
 
 
 @compiled
@@ -121,7 +161,7 @@ def by_columns(comb, eps, n):
 
 @compiled
 def sum_streams(streams, weights, found):
-    found[:] = 0
+    clear(found)
     for j in range(len(weights)):
         for i in range(len(found)):
             found[i] += weights[j] * streams[j, i]
@@ -169,7 +209,7 @@ def mixing_start(tokens, n, logits, scale, base, eps, out):
     found = np.empty((n, n))
     for t in range(tokens):
         begin(logits[t], scale[0], base, eps, n, found)
-        out[t] = found
+        copy_rows(found, out[t])
 
 
 @compiled
@@ -177,13 +217,13 @@ def sinkhorn_rounds(tokens, n, iters, start, eps, out):
     start, out = reals(start, (tokens, n, n)), reals(out, (tokens, iters, n, n))
     comb = np.empty((n, n))
     for t in range(tokens):
-        comb[:] = start[t]
+        copy_rows(start[t], comb)
         by_columns(comb, eps, n)
-        out[t, 0] = comb
+        copy_rows(comb, out[t, 0])
         for i in range(1, iters):
             by_rows(comb, eps, n)
             by_columns(comb, eps, n)
-            out[t, i] = comb
+            copy_rows(comb, out[t, i])
 
 
 @compiled
@@ -220,7 +260,7 @@ def read(tokens, n, h, x, fn, scale, base, norm, iters, eps, rms_eps, norm_eps, 
         for _ in range(1, iters):
             by_rows(mix, eps, n)
             by_columns(mix, eps, n)
-        comb[t] = mix
+        copy_rows(mix, comb[t])
         sum_streams(x[t], pre[t], collapsed[t])
         if norms:
             norm_row(collapsed[t], norm, norm_eps, normed[t])
@@ -270,7 +310,7 @@ def experts(k, e, i, h, x, indices, weights, first, second, limit, out):
         if indices[slot] < 0 or indices[slot] >= e:
             return slot
     neurons = np.empty(i, np.float32)
-    out[:] = 0
+    clear(out)
     for slot in range(k):
         gate_up, down, weight = first[indices[slot]], second[indices[slot]], weights[slot]
         for j in range(i):
@@ -290,7 +330,7 @@ def turn(rows, d, half, x, weight, cos, sin, norms, eps, out):
         if norms:
             norm_row(x[t], weight, eps, out[t])
         else:
-            out[t] = x[t]
+            copy(x[t], out[t])
         turned = out[t, begin:]
         for i in range(half):
             even, odd = turned[2 * i], turned[2 * i + 1]
@@ -304,28 +344,30 @@ def turn(rows, d, half, x, weight, cos, sin, norms, eps, out):
 @compiled
 def add_keys(weights, keys, count, found):
     for j in range(count):
-        if weights[j] != 0:
-            for i in range(len(found)):
-                found[i] += weights[j] * keys[j, i]
+        for i in range(len(found)):
+            found[i] += weights[j] * keys[j, i]
 
 
 @compiled
 def attend(heads, d, w, e, kept, queries, tokens, entries, sinks, selection, position, places, window, rate, scale, out):
-    """kept: entries of `selection`, or -1 for all e."""
+    """kept: entries of `selection`, or -1 for all e. -> the first place of the selection that names no entry, or -1."""
     queries, out, sinks = reals(queries, (heads, d)), reals(out, (heads, d)), reals(sinks, (heads,))
     tokens, entries = reals(tokens, (w, d)), reals(entries, (e, d))
     position, places, selection = integers(position, (1,))[0], integers(places, (w,)), integers(selection, (max(kept, 0),))
+    for j in range(kept):
+        if selection[j] < -1 or selection[j] >= e:
+            return j
     keys = np.empty((w + (e if kept < 0 else kept), d), np.float32)
     count = 0
     if position >= 0:
         for j in range(w):
             if places[j] >= 0 and 0 <= position - places[j] < window:
-                keys[count] = tokens[j]
+                copy(tokens[j], keys[count])
                 count += 1
         for j in range(e if kept < 0 else kept):
             entry = j if kept < 0 else selection[j]
-            if 0 <= entry < e and (entry + 1) * rate <= position + 1:
-                keys[count] = entries[entry]
+            if entry >= 0 and (entry + 1) * rate <= position + 1:
+                copy(entries[entry], keys[count])
                 count += 1
     scores = np.empty(count, np.float32)
     query = np.empty(d, np.float32)
@@ -344,5 +386,6 @@ def attend(heads, d, w, e, kept, queries, tokens, entries, sinks, selection, pos
             total += scores[j]
         for j in range(count):
             scores[j] /= total
-        out[head] = 0
+        clear(out[head])
         add_keys(scores, keys, count, out[head])
+    return -1

@@ -1,9 +1,10 @@
 """The routed experts on a CPU where nobody asks for a gradient: the definition of dsv4.kernels.grouped_experts in fewer calls, to
-the last bit (matrix products of the same rows, sums in the same order).
+the last bit (matrix products of the same rows, sums in the same order) but for a token that goes through compiled code.
 
-Buffers are written in place, and what is read back from tensors costs nothing here. Three ways: slot by slot, for a token whose
-experts differ; one grouped product over all rows; expert by expert, so that what an expert's rows become stays in the cache. Codes
-are decoded expert by expert, once for each matrix that is hit. Axes: t token, k slot, n slot sorted by expert.
+Buffers are written in place, and what is read back from tensors costs nothing here. Four ways: compiled code, for a float32 token over
+small matrices; slot by slot, for another token whose experts differ; one grouped product over all rows; expert by expert, so that what an
+expert's rows become stays in the cache. Codes are decoded expert by expert, once for each matrix that is hit. Axes: t token, k slot,
+n slot sorted by expert.
 """
 
 import torch
@@ -23,7 +24,7 @@ UNROLLED = 32
 
 
 def covers(bank: Stored, x: Tensor) -> bool:
-    """Whether this is the definition to the last bit for rows like x [t H]."""
+    """Whether this is the definition for rows like x [t H]."""
     inner = bank.second.shape[2] * (1 if bank.form != "fp4" else 2)
     if len(x) == 1 and bank.first_scale is None:
         # The same products, grouped or one by one.

@@ -10,6 +10,7 @@ from functools import cache
 
 import torch
 from torch import Tensor, float32
+from torch._C import _len_torch_function_stack
 from torch.nn import Parameter
 
 from dsv4.kernels.numeric import is_plain, wide
@@ -25,7 +26,7 @@ def device_code():
     """The module, or None where numba does not run: its absence is told once."""
     try:
         from dsv4.kernels import _few_tokens_numba
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         message = f"numba cannot be imported ({error}): torch computes single tokens on a CPU, in about twice the time"
         warnings.warn(message, RuntimeWarning, stacklevel=2)
         return None
@@ -33,15 +34,22 @@ def device_code():
 
 
 def takes(x: Tensor, tokens: int, *held: tuple[Tensor, Sequence[int]]) -> bool:
-    """Whether so many tokens of x go through compiled code, beside float32 tensors `held`, each with the shape it has to have: what does
-    not fit is left to torch, which says why.
+    """Whether so many tokens of x go through compiled code, beside dense float32 tensors `held`, each with the shape it has to have: what
+    does not fit is left to torch, which says why.
     """
-    return 0 < tokens <= FEW_TOKENS and x.dtype != torch.float64 and is_plain(x) and all(map(_is_held, held)) and device_code() is not None
+    is_few = 0 < tokens <= FEW_TOKENS and x.dtype != torch.float64 and is_plain(x) and has_memory(x)
+    return is_few and all(is_held(*pair) for pair in held) and not _len_torch_function_stack() and device_code() is not None
 
 
-def _is_held(given: tuple[Tensor, Sequence[int]]) -> bool:
-    t, shape = given
-    return t.shape == shape and t.dtype == float32 and t.is_cpu and (type(t) is Parameter or type(t) is Tensor)
+def has_memory(x: Tensor) -> bool:
+    """Whether x's numbers stand in memory as they are."""
+    return x.data_ptr() != 0 and not x.is_neg()
+
+
+def is_held(t: Tensor, shape: Sequence[int]) -> bool:
+    """Whether compiled code reads t, which has to have this shape."""
+    fits = t.shape == shape and t.dtype == float32 and t.is_cpu and (type(t) is Parameter or type(t) is Tensor)
+    return fits and t.is_contiguous() and has_memory(t)
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -53,28 +61,28 @@ def _dense(x: Tensor) -> Tensor:
 
 def mix_logits(x: Tensor, fn: Tensor, rms_eps: float) -> Tensor:
     tokens = x.shape[:-2]
-    x, fn = _dense(x), fn.contiguous()
+    x = _dense(x)
     out = x.new_empty(*tokens, len(fn))
-    device_code().mix_logits(tokens.numel(), *fn.shape, x.data_ptr(), fn.data_ptr(), rms_eps, out.data_ptr())
+    device_code().mix_logits(tokens.numel(), *fn.shape, x.data_ptr(), fn.data_ptr(), float(rms_eps), out.data_ptr())
     return out
 
 
 def stream_weights(logits: Tensor, scale: Tensor, base: Tensor, factor: float, eps: float) -> Tensor:
     """factor * sigmoid(scale * logits + base) + eps."""
     n = logits.shape[-1]
-    logits, base = logits.contiguous(), base.contiguous()
+    logits = logits.contiguous()
     out = torch.empty_like(logits)
     pointers = (t.data_ptr() for t in (logits, scale, base))
-    device_code().stream_weights(logits.numel() // n, n, *pointers, factor, eps, out.data_ptr())
+    device_code().stream_weights(logits.numel() // n, n, *pointers, factor, float(eps), out.data_ptr())
     return out
 
 
 def mixing_start(logits: Tensor, scale: Tensor, base: Tensor, eps: float, n: int) -> Tensor:
     tokens = logits.shape[:-1]
-    logits, base = logits.contiguous(), base.contiguous()
+    logits = logits.contiguous()
     out = logits.new_empty(*tokens, n, n)
     pointers = (t.data_ptr() for t in (logits, scale, base))
-    device_code().mixing_start(tokens.numel(), n, *pointers, eps, out.data_ptr())
+    device_code().mixing_start(tokens.numel(), n, *pointers, float(eps), out.data_ptr())
     return out
 
 
@@ -82,13 +90,13 @@ def sinkhorn_rounds(start: Tensor, iters: int, eps: float) -> Tensor:
     *tokens, n, _ = start.shape
     start = start.contiguous()
     out = start.new_empty(*tokens, iters, n, n)
-    device_code().sinkhorn_rounds(start.numel() // (n * n), n, iters, start.data_ptr(), eps, out.data_ptr())
+    device_code().sinkhorn_rounds(start.numel() // (n * n), n, iters, start.data_ptr(), float(eps), out.data_ptr())
     return out
 
 
 def collapse(x: Tensor, pre: Tensor) -> Tensor:
     *tokens, n, h = x.shape
-    given, pre = _dense(x), pre.contiguous()
+    given = _dense(x)
     out = given.new_empty(*tokens, h)
     device_code().collapse(pre.numel() // n, n, h, given.data_ptr(), pre.data_ptr(), out.data_ptr())
     return out.to(x.dtype)
@@ -96,7 +104,7 @@ def collapse(x: Tensor, pre: Tensor) -> Tensor:
 
 def write_back(x: Tensor, comb: Tensor, post: Tensor, out: Tensor) -> Tensor:
     *_, n, h = x.shape
-    given, comb, post, out = map(_dense, (x, comb, post, out))
+    given, out = _dense(x), _dense(out)
     written = torch.empty_like(given)
     pointers = (t.data_ptr() for t in (given, comb, post, out, written))
     device_code().write(post.numel() // n, n, h, *pointers)
@@ -120,12 +128,12 @@ def read(
     b, s, n, h = x.shape
     dtype = x.dtype
     norm = norm if dtype == float32 else None
-    x, fn = _dense(x), fn.contiguous()
+    x = _dense(x)
     pre, post, comb, collapsed = x.new_empty(b, s, n), x.new_empty(b, s, n), x.new_empty(b, s, n, n), x.new_empty(b, s, h)
     normed = None if norm is None else torch.empty_like(collapsed)
     device_code().read(
         *(b * s, n, h, x.data_ptr(), fn.data_ptr(), scale.data_ptr(), base.data_ptr(), 0 if norm is None else norm.data_ptr()),
-        *(iters, eps, rms_eps, norm_eps, pre.data_ptr(), post.data_ptr(), comb.data_ptr()),
+        *(iters, float(eps), float(rms_eps), float(norm_eps), pre.data_ptr(), post.data_ptr(), comb.data_ptr()),
         *(collapsed.data_ptr(), 0 if norm is None else normed.data_ptr()),
     )
     return pre, post, comb, collapsed.to(dtype), normed
@@ -139,17 +147,17 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     d = x.shape[-1]
     given = _dense(x)
     out = torch.empty_like(given)
-    device_code().norm(given.numel() // d, d, given.data_ptr(), 0 if weight is None else weight.data_ptr(), eps, out.data_ptr())
+    device_code().norm(given.numel() // d, d, given.data_ptr(), 0 if weight is None else weight.data_ptr(), float(eps), out.data_ptr())
     return out.to(x.dtype)
 
 
 def turn(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float | None) -> Tensor:
     """`rms_norm`, left out without eps, and the rotary of one token: x [..., d] float32, cos and sin [..., r / 2] of one angle each."""
     d, half = x.shape[-1], cos.shape[-1]
-    x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
+    x = x.contiguous()
     out = torch.empty_like(x)
     pointers = (x.data_ptr(), 0 if weight is None else weight.data_ptr(), cos.data_ptr(), sin.data_ptr())
-    device_code().turn(x.numel() // d, d, half, *pointers, eps is not None, eps or 0.0, out.data_ptr())
+    device_code().turn(x.numel() // d, d, half, *pointers, eps is not None, float(eps or 0.0), out.data_ptr())
     return out
 
 
@@ -159,7 +167,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     A row takes a small matrix in order, at the speed of memory: several times faster than torch's product where no cache holds it.
     """
     i = x.shape[-1]
-    is_row = x.numel() == i and x.dtype == float32 and weight.numel() <= SMALL and weight.is_contiguous()
+    is_row = x.numel() == i and x.dtype == float32 and weight.numel() <= SMALL
     if is_row and takes(x, 1, (weight, (len(weight), i))):
         given, o = x.contiguous(), len(weight)
         out = given.new_empty(*x.shape[:-1], o)
@@ -171,17 +179,17 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 def gated(x: Tensor, gate: Tensor, up: Tensor, limit: float) -> Tensor:
     """silu(min(gate x, limit)) * clamp(up x, -limit, limit) of one row: x [... i], gate and up [o i] -> [... o]."""
     (o, i), x = gate.shape, x.contiguous()
-    gate, up = gate.contiguous(), up.contiguous()
     out = x.new_empty(*x.shape[:-1], o)
-    device_code().gated(o, i, x.data_ptr(), gate.data_ptr(), up.data_ptr(), limit, out.data_ptr())
+    device_code().gated(o, i, x.data_ptr(), gate.data_ptr(), up.data_ptr(), float(limit), out.data_ptr())
     return out
 
 
 def takes_bank(x: Tensor, indices: Tensor, weights: Tensor, first: Tensor, second: Tensor) -> bool:
     """Whether `experts` takes one token over this bank: it is dense, and a matrix of it is small."""
     e, h, i = second.shape
-    is_row = len(x) == 1 and x.dtype == float32 and x.shape[1] == h and 2 * i * h <= SMALL and indices.dtype == torch.int64
-    return is_row and takes(x, 1, (weights, indices.shape), (first, (e, 2 * i, h)), (second, (e, h, i))) and indices.is_cpu
+    is_row = len(x) == len(indices) == 1 and x.dtype == float32 and x.shape[1] == h and 2 * i * h <= SMALL
+    fits = is_row and indices.dtype == torch.int64 and is_plain(indices) and has_memory(indices)
+    return fits and takes(x, 1, (weights, indices.shape), (first, (e, 2 * i, h)), (second, (e, h, i)))
 
 
 def experts(x: Tensor, indices: Tensor, weights: Tensor, first: Tensor, second: Tensor, limit: float) -> Tensor:
@@ -190,10 +198,10 @@ def experts(x: Tensor, indices: Tensor, weights: Tensor, first: Tensor, second: 
     IndexError for an expert that the bank does not have.
     """
     e, h, i = second.shape
-    x, indices, weights, first, second = (t.contiguous() for t in (x, indices, weights, first, second))
+    x, indices = x.contiguous(), indices.contiguous()
     out = torch.empty_like(x)
     pointers = (t.data_ptr() for t in (x, indices, weights, first, second))
-    outside = device_code().experts(indices.numel(), e, i, h, *pointers, limit, out.data_ptr())
+    outside = device_code().experts(indices.numel(), e, i, h, *pointers, float(limit), out.data_ptr())
     if outside >= 0:
         raise IndexError(f"expert {int(indices[0, outside])} of a bank of {e}; expected 0 <= index < {e}")
     return out
@@ -207,11 +215,11 @@ def takes_attention(queries: Tensor, tokens: Tensor, entries: Tensor | None, sin
     held = [(tokens, (1, tokens.shape[1], d)), (sinks, (heads,))]
     if entries is not None:
         held.append((entries, (1, entries.shape[1], d)))
-    places = (
-        (reach.query_positions, reach.token_positions) if selection is None else (reach.query_positions, reach.token_positions, selection)
-    )
-    fit = reach.query_positions.shape == (1, 1) and reach.token_positions.shape == tokens.shape[:2]
-    return fit and all(t.is_cpu and t.dtype == torch.int64 for t in places) and takes(queries, 1, *held)
+    places = [(reach.query_positions, (1, 1)), (reach.token_positions, tokens.shape[:2])]
+    if selection is not None and selection.shape[-1]:
+        places.append((selection, (1, 1, selection.shape[-1])))
+    fit = all(t.shape == shape and t.dtype == torch.int64 and is_plain(t) and has_memory(t) for t, shape in places)
+    return fit and takes(queries, 1, *held)
 
 
 def attention(
@@ -220,11 +228,13 @@ def attention(
     """`dsv4.kernels.sparse_attention.sparse_attention` of one query [1 1 N D]."""
     _, _, heads, d = queries.shape
     position, places = reach.query_positions.contiguous(), reach.token_positions.contiguous()
-    queries, tokens, sinks = queries.contiguous(), tokens.contiguous(), sinks.contiguous()
-    entries = None if entries is None else entries.contiguous()
+    queries = queries.contiguous()
     selection = None if selection is None else selection.contiguous()
     out = torch.empty_like(queries)
     counts = (tokens.shape[1], 0 if entries is None else entries.shape[1], -1 if selection is None else selection.shape[-1])
     pointers = (0 if t is None else t.data_ptr() for t in (queries, tokens, entries, sinks, selection, position, places))
-    device_code().attend(heads, d, *counts, *pointers, reach.window, reach.rate, scale, out.data_ptr())
+    outside = device_code().attend(heads, d, *counts, *pointers, int(reach.window), reach.rate, float(scale), out.data_ptr())
+    if outside >= 0:
+        entry = int(selection[0, 0, outside])
+        raise IndexError(f"entry {entry} is selected of {counts[1]}; expected 0 <= entry < {counts[1]}, or -1")
     return out

@@ -82,7 +82,7 @@ def mixing_start(logits: Tensor, scale: Tensor, base: Tensor, eps: float, n: int
 def sinkhorn_rounds(start: Tensor, iters: int, eps: float) -> Tensor:
     """start [..., n, n] -> [..., iters, n, n]: slice 0 after the first column normalisation, slice t after t more (row, column) rounds."""
     *tokens, n, _ = start.shape
-    if start.dtype == torch.float32 and few_tokens.takes(start, math.prod(tokens)):
+    if start.dtype == torch.float32 and start.shape[-2:] == (n, n) and iters > 0 and few_tokens.takes(start, math.prod(tokens)):
         return few_tokens.sinkhorn_rounds(start, iters, eps)
     rounds = torch.stack(list(_rounds(start.reshape(-1, n, n).permute(1, 2, 0).contiguous(), iters, eps)))
     return rounds.permute(3, 0, 1, 2).reshape(*tokens, iters, n, n)
@@ -125,7 +125,7 @@ def write_back(x: Tensor, comb: Tensor, post: Tensor, out: Tensor, *, is_free: b
     """
     b, s, n, h = x.shape
     is_few = few_tokens.takes(x, b * s, (comb, (b, s, n, n)), (post, (b, s, n)))
-    if is_few and is_plain(out) and out.shape == (b, s, h) and out.dtype == x.dtype:
+    if is_few and is_plain(out) and few_tokens.has_memory(out) and out.shape == (b, s, h) and out.dtype == x.dtype:
         return few_tokens.write_back(x, comb, post, out)
     turned = comb.reshape(b * s, n, n).transpose(1, 2)
     if x.dtype == comb.dtype and x.numel() > CHUNK and is_plain(x):
@@ -168,6 +168,7 @@ def _takes_logits(logits: Tensor, scale: Tensor, base: Tensor) -> bool:
     width = logits.shape[-1]
     return (
         scale.numel() == 1
+        and scale.dim() <= 1
         and logits.dtype == torch.float32
         and few_tokens.takes(logits, logits.shape[:-1].numel(), (scale, scale.shape), (base, (width,)))
     )

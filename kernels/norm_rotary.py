@@ -65,7 +65,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, is_free: bool = False) -> Ten
 def _is_one_token(x: Tensor, cos: Tensor, sin: Tensor, *held: tuple[Tensor, torch.Size]) -> bool:
     """Whether compiled code turns all rows of x by one angle."""
     half = cos.shape[-1]
-    is_one = cos.numel() == half and x.dtype == torch.float32 and 0 < 2 * half <= x.shape[-1]
+    is_one = cos.numel() == half and cos.dim() <= x.dim() and x.dtype == torch.float32 and 0 < 2 * half <= x.shape[-1]
     return is_one and few_tokens.takes(x, 1, (cos, cos.shape), (sin, cos.shape), *held)
 
 
