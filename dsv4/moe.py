@@ -61,7 +61,8 @@ class SharedExpert(nn.Module):
         if self.backend == "torch" and self.is_few(x):
             return few_tokens.gated(x, gate.weight, up.weight, self.limit)
         if self.backend == "torch" or self.form is None or any(map(is_watched, (gate, up))):
-            return swiglu(gate(x), up(x), self.limit)
+            gate, up = gate(x), up(x)
+            return (few_tokens.swiglu if few_tokens.takes_swiglu(gate, up) else swiglu)(gate, up, self.limit)
         if self.form == "dense":
             held, deployed = (gate.weight.to(x.dtype), None, up.weight.to(x.dtype), None), False
         else:

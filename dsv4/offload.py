@@ -8,7 +8,7 @@ no gradient; activations and routing weights do, of every order: the backward pa
 Axes: E experts, I neurons, H width, n row.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dsv4.experts import Experts, StoredExperts
 from dsv4.hot import Hot
+from dsv4.kernels import few_tokens
 from dsv4.kernels.fp8_activations import as_quantized
 from dsv4.kernels.grouped_experts import CHUNK, ROWS, Stored, grouped_experts, is_deployed, slots_in_order, sort_by_expert, swiglu
 from dsv4.kernels.grouped_linear import decode, groups
@@ -88,11 +89,24 @@ class OffloadedExperts(Experts):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _of_chunk(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        is_dense = self.form == "dense" or self.kept_dtype is not None
+        if is_dense and not is_deployed(self.numerics) and few_tokens.takes_slots(x, weights, self.neurons):
+            # As the resident bank.
+            return few_tokens.add_experts(x, weights, self._in_turn(indices[0].tolist(), x.dtype), self.limit)
         order, ends = sort_by_expert(indices, self.num_experts)
         rounded = self._rounding()
         gate, up = self.gate_up(rounded(x.index_select(0, order // indices.shape[-1])), ends).chunk(2, dim=-1)
         slots = slots_in_order(self.down(rounded(swiglu(gate, up, self.limit)), ends), order).unflatten(0, indices.shape)
         return (weights.unsqueeze(-2) @ wide(slots)).squeeze(-2)
+
+    def _in_turn(self, experts: list[int], dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+        """(gate over up, down) of each, one after another."""
+        self.used(experts)
+        for expert in experts[:AHEAD]:
+            for leaf in LEAVES:
+                self.ahead(leaf, expert)
+        for expert in experts:
+            yield tuple(self.matrix(leaf, expert, dtype) for leaf in LEAVES)
 
     def _rounding(self) -> Callable[[Tensor], Tensor]:
         """What becomes of the rows that a matrix multiplies."""

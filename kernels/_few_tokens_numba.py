@@ -140,23 +140,16 @@ def begin(logits, scale, base, eps, n, found):
 
 
 @exact
-def by_rows(comb, eps, n):
+def divide(comb, eps, n, by_rows):
     for i in range(n):
         total = 0.0
         for j in range(n):
-            total += comb[i, j]
+            total += comb[i, j] if by_rows else comb[j, i]
         for j in range(n):
-            comb[i, j] /= total + eps
-
-
-@exact
-def by_columns(comb, eps, n):
-    for j in range(n):
-        total = 0.0
-        for i in range(n):
-            total += comb[i, j]
-        for i in range(n):
-            comb[i, j] /= total + eps
+            if by_rows:
+                comb[i, j] /= total + eps
+            else:
+                comb[j, i] /= total + eps
 
 
 @compiled
@@ -218,11 +211,11 @@ def sinkhorn_rounds(tokens, n, iters, start, eps, out):
     comb = np.empty((n, n))
     for t in range(tokens):
         copy_rows(start[t], comb)
-        by_columns(comb, eps, n)
+        divide(comb, eps, n, False)
         copy_rows(comb, out[t, 0])
         for i in range(1, iters):
-            by_rows(comb, eps, n)
-            by_columns(comb, eps, n)
+            divide(comb, eps, n, True)
+            divide(comb, eps, n, False)
             copy_rows(comb, out[t, i])
 
 
@@ -256,10 +249,10 @@ def read(tokens, n, h, x, fn, scale, base, norm, iters, eps, rms_eps, norm_eps, 
         weigh(logits[:n], scale[0], base[:n], 1.0, eps, pre[t])
         weigh(logits[n : 2 * n], scale[1], base[n : 2 * n], 2.0, 0.0, post[t])
         begin(logits[2 * n :], scale[2], base[2 * n :], eps, n, mix)
-        by_columns(mix, eps, n)
+        divide(mix, eps, n, False)
         for _ in range(1, iters):
-            by_rows(mix, eps, n)
-            by_columns(mix, eps, n)
+            divide(mix, eps, n, True)
+            divide(mix, eps, n, False)
         copy_rows(mix, comb[t])
         sum_streams(x[t], pre[t], collapsed[t])
         if norms:
@@ -302,8 +295,24 @@ def gated(o, i, x, gate, up, limit, out):
 
 
 @compiled
+def activate(n, gate, up, limit, out):
+    gate, up, out = reals(gate, (n,)), reals(up, (n,)), reals(out, (n,))
+    for j in range(n):
+        out[j] = swiglu(gate[j], up[j], np.float32(limit))
+
+
+@compiled
+def add_slot(x, gate_up, down, weight, limit, neurons, out):
+    i, h = len(neurons), len(x)
+    for j in range(i):
+        neurons[j] = swiglu(dot(gate_up[j], x, h), dot(gate_up[i + j], x, h), np.float32(limit))
+    for j in range(h):
+        out[j] += weight * dot(down[j], neurons, i)
+
+
+@compiled
 def experts(k, e, i, h, x, indices, weights, first, second, limit, out):
-    """-> the first index outside 0 <= index < e, or -1."""
+    """-> the first slot whose index is outside 0 <= index < e, or -1."""
     x, indices, weights, out = reals(x, (h,)), integers(indices, (k,)), reals(weights, (k,)), reals(out, (h,))
     first, second = reals(first, (e, 2 * i, h)), reals(second, (e, h, i))
     for slot in range(k):
@@ -312,12 +321,14 @@ def experts(k, e, i, h, x, indices, weights, first, second, limit, out):
     neurons = np.empty(i, np.float32)
     clear(out)
     for slot in range(k):
-        gate_up, down, weight = first[indices[slot]], second[indices[slot]], weights[slot]
-        for j in range(i):
-            neurons[j] = swiglu(dot(gate_up[j], x, h), dot(gate_up[i + j], x, h), np.float32(limit))
-        for j in range(h):
-            out[j] += weight * dot(down[j], neurons, i)
+        add_slot(x, first[indices[slot]], second[indices[slot]], weights[slot], limit, neurons, out)
     return -1
+
+
+@compiled
+def add_expert(i, h, x, gate_up, down, weights, slot, limit, out):
+    x, out, weight = reals(x, (h,)), reals(out, (h,)), reals(weights, (slot + 1,))[slot]
+    add_slot(x, reals(gate_up, (2 * i, h)), reals(down, (h, i)), weight, limit, np.empty(i, np.float32), out)
 
 
 @compiled
@@ -336,9 +347,6 @@ def turn(rows, d, half, x, weight, cos, sin, norms, eps, out):
             even, odd = turned[2 * i], turned[2 * i + 1]
             turned[2 * i] = even * cos[i] - odd * sin[i]
             turned[2 * i + 1] = even * sin[i] + odd * cos[i]
-
-
-# Attention of one query.
 
 
 @compiled

@@ -5,7 +5,7 @@ order of sums. Without numba torch computes them, with a warning. Axes: b batch,
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 import torch
@@ -26,7 +26,7 @@ def device_code():
     """The module, or None where numba does not run: its absence is told once."""
     try:
         from dsv4.kernels import _few_tokens_numba
-    except (ImportError, OSError) as error:
+    except (ImportError, OSError, SystemError) as error:
         message = f"numba cannot be imported ({error}): torch computes single tokens on a CPU, in about twice the time"
         warnings.warn(message, RuntimeWarning, stacklevel=2)
         return None
@@ -181,6 +181,38 @@ def gated(x: Tensor, gate: Tensor, up: Tensor, limit: float) -> Tensor:
     (o, i), x = gate.shape, x.contiguous()
     out = x.new_empty(*x.shape[:-1], o)
     device_code().gated(o, i, x.data_ptr(), gate.data_ptr(), up.data_ptr(), float(limit), out.data_ptr())
+    return out
+
+
+def takes_swiglu(gate: Tensor, up: Tensor) -> bool:
+    """Whether `swiglu` takes these rows."""
+    is_row = gate.numel() == gate.shape[-1] and gate.dtype == float32
+    return is_row and takes(gate, 1, (gate, gate.shape), (up, gate.shape))
+
+
+def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """What `gated` makes of its products, of one row."""
+    out = torch.empty_like(gate)
+    device_code().activate(gate.numel(), gate.data_ptr(), up.data_ptr(), float(limit), out.data_ptr())
+    return out
+
+
+def takes_slots(x: Tensor, weights: Tensor, inner: int) -> bool:
+    """Whether `add_experts` takes one token x [1 h] through dense matrices of so many neurons."""
+    return len(x) == 1 and x.dtype == float32 and 2 * inner * x.shape[1] <= SMALL and takes(x, 1, (weights, (1, weights.shape[-1])))
+
+
+def add_experts(x: Tensor, weights: Tensor, matrices: Iterable[tuple[Tensor, Tensor]], limit: float) -> Tensor:
+    """`experts` over matrices that come one after another, (gate over up [2i h], down [h i]) for each slot, float32."""
+    x, out = x.contiguous(), x.new_zeros(x.shape)
+    for slot, (gate_up, down) in enumerate(matrices):
+        h, i = down.shape
+        if not (h == x.shape[1] and is_held(down, (h, i)) and is_held(gate_up, (2 * i, h)) and slot < weights.numel()):
+            raise ValueError(
+                f"matrices {list(gate_up.shape)} and {list(down.shape)} of slot {slot} of {weights.numel()} for a row of {x.shape[1]}"
+            )
+        pointers = (t.data_ptr() for t in (x, gate_up, down, weights))
+        device_code().add_expert(i, h, *pointers, slot, float(limit), out.data_ptr())
     return out
 
 

@@ -23,7 +23,8 @@ CHUNK = 1 << 18
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, is_free: bool = False) -> Tensor:
     """x [..., d], weight [d] or None -> [..., d] of x's dtype. is_free: nobody needs x any more; a long one is then written over."""
-    if 0 < x.numel() == x.shape[-1] and few_tokens.takes(x, 1, *_held(x, weight)):
+    tokens = x.shape[:-1][:2].numel()
+    if few_tokens.takes(x, tokens, *_held(x, weight)):
         return few_tokens.rms_norm(x, weight, eps)
     w = wide(x)
     if w.numel() > CHUNK and is_plain(w):
@@ -85,7 +86,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def norm_and_rotate(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float, *, is_free: bool = False) -> Tensor:
-    """`rotate` of `rms_norm`, to the last bit but for a single token of several rows. is_free: as there."""
+    """`rotate` of `rms_norm`, to the last bit. is_free: as there."""
     if _is_one_token(x, cos, sin, *_held(x, weight)):
         return few_tokens.turn(x, weight, cos, sin, eps)
     return rotate(rms_norm(x, weight, eps, is_free=is_free), cos, sin, is_free=True)

@@ -153,6 +153,21 @@ def test_one_token_is_turned(calls, width: int, half: int, rows: int):
     assert calls == {"turn": 8 + (half == 1)}
 
 
+@pytest.mark.parametrize("width", [w for w in WIDTHS if w > 1])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_in_one_call_or_in_two_it_is_the_same_to_the_last_bit(width: int, rows: int):
+    """A norm that somebody looks at is called by itself."""
+    x, weight, angle = torch.randn(1, 1, rows, width), torch.randn(width), torch.randn(1, 1, 1, width // 2)
+    for w in (weight, None):
+        turned = norm_and_rotate(x, w, angle.cos(), angle.sin(), EPS)
+        assert torch.equal(turned, rotate(rms_norm(x, w, EPS), angle.cos(), angle.sin()))
+    for tokens in (1, 2):
+        streams, given, norm = torch.randn(1, tokens, 4, width), site(4, width), torch.randn(width)
+        *_, collapsed, normed = few_tokens.read(streams, *given, norm, 20, EPS, EPS, 1e-5)
+        assert torch.equal(normed, rms_norm(collapsed, norm, 1e-5))
+        assert torch.equal(collapsed, hyper.read(streams, *given, iters=20, eps=EPS, rms_eps=EPS)[3])
+
+
 @pytest.mark.parametrize("outputs", [1, 5, 64])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_row_through_a_matrix(calls, width: int, outputs: int):

@@ -22,6 +22,8 @@ TINY = replace(
     num_hidden_layers=3,
     layer_types=(SLIDING, CSA, HCA),
     mlp_layer_types=(HASH_MOE, MOE, MOE),
+    # Tests of the op alone run as many as the published models have.
+    hc_sinkhorn_iters=3,
 )
 # Calls of each op in one forward: two read sites in a block, of which the second is read as it is written, and the
 # mixture's sum, which writes; norms of the query latent, queries, keys and the heads turned back in each block, the indexer's queries, the
@@ -80,15 +82,15 @@ def check_numbers() -> None:
     mask[0, :2] = 0
     results = []
     for model in (plain, fused):
-        cache, fixed = model.new_kv_cache(2, 16), model.new_kv_cache(2, 16)
+        cache = model.new_kv_cache(2, 16)
         with torch.no_grad(), Calls() as calls:
             whole = model(ids, attention_mask=mask)
         expected = dict.fromkeys(CALLS, 0) if model is plain else CALLS
         assert calls.of_blocks() == expected, calls.of_blocks()
         with torch.no_grad():
             first = model(ids[:, :7], kv_cache=cache, attention_mask=mask[:, :7])
+            fixed = cache.clone()
             rest = model(ids[:, 7:8], kv_cache=cache)
-            model(ids[:, :7], kv_cache=fixed)
             step = model.forward_static(ids[:, 7:8], fixed)
         # What stands at padding is nobody's.
         results.append((whole[mask.bool()], first[mask[:, :7].bool()], rest, step))
@@ -154,14 +156,15 @@ def check_listening(names: tuple[str, ...]) -> None:
 def check_edits() -> None:
     """A value replaced by itself gives the very numbers of the run that reads it; an edit has torch's effect."""
     plain, fused = models()
-    ids = prompt(1, 3)
+    # As far as the block whose values are replaced.
+    ids, only = prompt(1, 3), {"stop_at_layer": 2}
     with torch.no_grad():
         for leaf in ("attention_pre", "layer_mid", "mlp_collapsed", "mlp.mlp_output"):
             name = f"layers.1.{leaf}"
-            read, _ = fused.run_with_cache(ids, name)
-            same = fused.run_with_hooks(ids, fwd_hooks=[(name, lambda value, hook: value.clone())])
+            read, _ = fused.run_with_cache(ids, name, **only)
+            same = fused.run_with_hooks(ids, fwd_hooks=[(name, lambda value, hook: value.clone())], **only)
             assert torch.equal(read, same), name
-            moved = [m.run_with_hooks(ids, fwd_hooks=[(name, lambda value, hook: value + 1)]) for m in (fused, plain)]
+            moved = [m.run_with_hooks(ids, fwd_hooks=[(name, lambda value, hook: value + 1)], **only) for m in (fused, plain)]
             assert_close(*moved, "watched", name)
             assert not torch.allclose(moved[0], read)
 

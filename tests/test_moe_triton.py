@@ -122,7 +122,7 @@ def run(moe: Moe, given: tuple[Tensor, Step], leaf: str, hook: Callable) -> tupl
 def check_points(kind: str, leaves: tuple[str, ...]) -> None:
     """What is read is what torch makes; a value replaced by itself changes nothing; an edit has torch's effect."""
     plain, fused = mixtures(kind)
-    given = inputs(2, 2)
+    given = inputs(1, 2)
     with torch.no_grad():
         unwatched = fused(*given)
     for leaf in leaves:

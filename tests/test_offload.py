@@ -13,7 +13,7 @@ from dsv4.experts import Experts, Fp4Experts
 from dsv4.hot import Hot
 from dsv4.lookahead import TOKENS, likely
 from dsv4.offload import LEAVES, DiskExperts, HostExperts, OffloadedExperts
-from dsv4.testing import assert_close, relative_error
+from dsv4.testing import assert_close, random_ids, relative_error
 from dsv4.testing_checkpoints import Recipe, make_checkpoint
 from dsv4.testing_uses import USES, every_value, gradients, one_token_at_a_time, patching, unwatched
 
@@ -33,6 +33,19 @@ PLACES = {
     "all on disk": {"device_map": {"": "disk"}},
     "here and there": {"device_map": {"": "cpu", "layers.1": "disk", "layers.3": "disk", "lm_head": "disk", "embed_tokens": "disk"}},
 }
+# What the default run makes of each recipe at each place, and of each use; the slow run makes the rest.
+USUAL_RECIPES = {
+    "experts on the host": ("fp4", "fp8", "bf16", "f32", "stacked fp4"),
+    "all on disk": ("fp4", "fp8, float32 scales", "f32", "stacked bf16"),
+}
+USUAL_USES = {
+    "experts on the host": ("one_token_at_a_time", "generation", "gradient_hooks", "edits", "patching"),
+    "here and there": tuple(use.__name__ for use in USES),
+}
+
+
+def unless(is_usual: bool) -> tuple:
+    return () if is_usual else (pytest.mark.slow,)
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +75,10 @@ def assert_same(found, expected):
             assert a == b
 
 
-@pytest.mark.parametrize("place", ["experts on the host", "all on disk"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "place"),
+    [pytest.param(r, place, marks=unless(r in usual)) for place, usual in USUAL_RECIPES.items() for r in RECIPES],
+)
 def test_every_value_and_gradient_is_the_resident_model_s(folders, recipe, place):
     for weights in (None, "dequantized"):
         resident = Dsv4.from_pretrained(folders(recipe), weights=weights)
@@ -72,8 +87,14 @@ def test_every_value_and_gradient_is_the_resident_model_s(folders, recipe, place
             assert_same(use(placed), use(resident))
 
 
-@pytest.mark.parametrize("place", ["experts on the host", "here and there"])
-@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+@pytest.mark.parametrize(
+    ("use", "place"),
+    [
+        pytest.param(use, place, marks=unless(use.__name__ in usual), id=f"{use.__name__}-{place}")
+        for place, usual in USUAL_USES.items()
+        for use in USES
+    ],
+)
 def test_every_use_gives_the_same(folders, use, place):
     resident = Dsv4.from_pretrained(folders("fp4"), dtype=torch.float32)
     placed = Dsv4.from_pretrained(folders("fp4"), dtype=torch.float32, **PLACES[place])
@@ -93,6 +114,19 @@ def test_in_other_dtypes(folders, dtype):
         placed = Dsv4.from_pretrained(folders(recipe), dtype=dtype, device_map={"": "disk"})
         assert placed.dtype == dtype
         assert_same(one_token_at_a_time(placed), one_token_at_a_time(resident))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_single_token_through_compiled_code(folders, place):
+    for recipe, how in (("f32", {}), ("fp4", {"weights": "dequantized", "dtype": torch.float32})):
+        found, expected = (decoded(Dsv4.from_pretrained(folders(recipe), **how, **where)) for where in (PLACES[place], {}))
+        assert_same(found, expected)
+
+
+def decoded(model):
+    ids, kv = random_ids(model.config, 1, 16, seed=3), model.new_kv_cache(1, 16)
+    with torch.no_grad():
+        return [model(part, kv_cache=kv) for part in (ids[:, :12], *ids[:, 12:].split(1, dim=1))]
 
 
 def test_banks_say_where_they_are(folders):
@@ -397,8 +431,9 @@ def test_a_guess_is_the_router_s_choice_where_the_attention_adds_nothing(folders
     assert likely(model.layers[2], torch.randn(2, 100, 4, 64)).shape[0] <= TOKENS
 
 
-@pytest.mark.parametrize("budget", [0, 5_000])
-@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize(
+    ("wrong", "budget"), [(False, 0), (True, 5_000), *(pytest.param(*p, marks=pytest.mark.slow) for p in [(True, 0), (False, 5_000)])]
+)
 def test_a_guess_changes_no_number(folders, monkeypatch, budget, wrong):
     """Nor does a wrong one: experts that no token uses."""
     resident = Dsv4.from_pretrained(folders("fp4"), dtype=torch.float32)

@@ -281,6 +281,12 @@ def check_edits():
 
 
 @torch.no_grad()
+def edits_of_mixtures():
+    here = case()
+    edited(n for n in writable(here.whole) if here.whole.hook_dict[n].layer == 1 and ".mlp." in n)
+
+
+@torch.no_grad()
 def check_all_edits():
     edited(writable(case().whole))
 
@@ -684,17 +690,21 @@ def check_files():
     load_files(FORMATS[:1])
 
 
+def files_as_stored():
+    load_files(FORMATS[:1], ("native",))
+
+
 def check_other_files():
     load_files(FORMATS[1:])
 
 
 @torch.no_grad()
-def load_files(every):
+def load_files(every, kinds=("native", "dequantized")):
     """Each rank loads its part, kept as stored or decoded, and computes what a process with all of it does."""
     here = case()
     for formats in every:
         folder, wide = stored(*formats)
-        for weights in ("native", "dequantized"):
+        for weights in kinds:
             load = functools.partial(Dsv4.from_pretrained, folder, weights=weights, dtype=torch.float32)
             models = load(), load(mesh=here.mesh)
             state = models[0].state_dict()
@@ -794,9 +804,9 @@ def ends_by_a_rank_that_waits():
 CHECKS = [name for name in globals() if name.startswith("check_")]
 SLOW = ("check_all_edits", "check_each_value_alone", "check_other_files", "check_random_models", "check_replaced_by_itself")
 FEW = ("check_values", "check_edits_in_place", "check_gradients", "check_cache", "check_hook_that_raises", "check_runs_that_differ")
-WITH_ROWS = (*FEW, "check_which_form", "check_edits", "check_gradients_of_values", "check_gradients_through_codes", "check_generate")
-# What the default run makes, by group: its name begins with the number of processes. The slow run makes every check on every mesh. The
-# last item ends the group.
+WITH_ROWS = (*FEW, "check_which_form", "edits_of_mixtures", "check_gradients_of_values", "check_gradients_through_codes", "check_generate")
+# What the default run makes, by group: its name begins with the number of processes. The slow run makes every check on every mesh, of
+# which edits_of_mixtures and files_as_stored are parts. The last item ends the group.
 USUAL = {
     "2": (
         *(f"tp2:{name}" for name in CHECKS if name not in SLOW),
@@ -805,11 +815,11 @@ USUAL = {
     ),
     "2, rows sent": (
         *(f"ep2{SENT}:{name}" for name in (*WITH_ROWS, "check_mixtures_of_any_size")),
-        f"tp2{SENT}:check_files",
+        f"tp2{SENT}:files_as_stored",
         f"ep2{SENT}:ends_by_a_kill_among_rows",
     ),
     "4": (
-        *(f"pp2tp2:{name}" for name in (*FEW, "check_files")),
+        *(f"pp2tp2:{name}" for name in (*FEW, "files_as_stored")),
         *("tp4:check_values", "tp4:check_gradients", "ep2tp2:check_values"),
         *(f"ep4{SENT}:{name}" for name in ("check_which_form", "check_gradients")),
         *("ep4:check_mixture_by_size", f"ep2tp2{SENT}:check_which_form", f"pp2tp2{SENT}:check_which_form", f"pp2tp2{SENT}:check_gradients"),
