@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dsv4 import attention, moe
 from dsv4.call import Call
 from dsv4.config import Dsv4Config
-from dsv4.hooks import HookPoint, Probed
+from dsv4.hooks import HookPoint, Probed, is_watched
 from dsv4.hyper_connection import HyperConnection
 from dsv4.kernels.hyper_connection import collapse
 from dsv4.norm import RMSNorm
@@ -29,6 +29,12 @@ class Blocks(nn.ModuleList):
     def leave(self, streams: Tensor) -> Tensor:
         """What the streams pass behind the last block that ran: where blocks are spread over processes, they come to all."""
         return streams
+
+
+def passes_unseen(made_by: nn.Module | None, block: nn.Module) -> bool:
+    """Whether nobody but `block` gets to see what `made_by`, the block before it, returned."""
+    are_own = type(made_by) is type(block) is Block
+    return are_own and not ("layer_output" in made_by.live or "layer_input" in block.live or is_watched(made_by) or is_watched(block))
 
 
 class Block(Probed):
@@ -62,18 +68,18 @@ class Block(Probed):
         self.mlp_input = HookPoint("b s hidden")
         self.layer_output = HookPoint("b s n hidden")
 
-    def forward(self, x: Tensor, call: Call, kv=None) -> Tensor:
-        """Streams entering [b s n hidden] -> streams leaving."""
+    def forward(self, x: Tensor, call: Call, kv=None, *, is_free: bool = False) -> Tensor:
+        """Streams entering [b s n hidden] -> streams leaving. is_free: nobody else needs x, and long ones may be written over."""
         tap = self.tap
         x = tap.layer_input(x)
         post, comb, normed = self.read("attention", x)
         out = self.self_attn(tap.attention_norm_output(normed), call, kv)
         is_shown = self.layer_mid.live or bool(self.listened & HIDDEN["mlp"])
         if is_shown:
-            x = tap.layer_mid(self.attn_hc.write(x, comb, post, out))
+            x = tap.layer_mid(self.attn_hc.write(x, comb, post, out, is_free=is_free))
             post, comb, normed = self.read("mlp", x)
         else:
-            x, *values = self.ffn_hc.write_and_read(x, comb, post, out, self.post_attention_layernorm)
+            x, *values = self.ffn_hc.write_and_read(x, comb, post, out, self.post_attention_layernorm, is_free=is_free)
             post, comb, normed = self.shown("mlp", x, *values)
         normed = tap.mlp_input(tap.mlp_norm_output(normed))
         # A module of somebody else's may stand in the mixture's place.

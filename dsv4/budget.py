@@ -1,6 +1,7 @@
 """What a capture will take, before anything runs."""
 
 from collections.abc import Iterable
+from functools import cache
 
 import psutil
 import torch
@@ -21,9 +22,10 @@ SPLICED = ".splice."
 LEARNED = 31 << 20
 
 
+@cache
 def keep_freed_memory() -> None:
     """Have glibc keep up to 64 MB of what is freed for whoever asks next. It returns blocks to the system that are larger than any it has
-    seen freed, and then a run pays for its captured values and larger intermediates in page faults. Other allocators take no notice.
+    seen freed, and captured values, freed after every run, would be paid for in page faults. Other allocators take no notice.
     """
     torch.empty(LEARNED, dtype=torch.uint8, device="cpu")
 

@@ -44,10 +44,12 @@ class HyperConnection(Float32):
         """x [b s n hidden], comb [b s n n], post [b s n], out [b s hidden] -> streams [b s n hidden]. is_free: nobody needs x any more."""
         return op.write_back(x, comb, post, out, is_free=is_free) if self.backend == "torch" else op.fused_write(x, comb, post, out)
 
-    def write_and_read(self, x: Tensor, comb: Tensor, post: Tensor, out: Tensor, norm: RMSNorm) -> tuple[Tensor, ...]:
-        """What another site writes back, and `read` of it: (streams, the five results of the read)."""
+    def write_and_read(
+        self, x: Tensor, comb: Tensor, post: Tensor, out: Tensor, norm: RMSNorm, *, is_free: bool = False
+    ) -> tuple[Tensor, ...]:
+        """What another site writes back, and `read` of it: (streams, the five results of the read). is_free: as of `write`."""
         if self.backend == "torch":
-            written = self.write(x, comb, post, out)
+            written = self.write(x, comb, post, out, is_free=is_free)
             return written, *self.read(written, norm)
         weight, numbers = self._norm(norm)
         *values, normed = op.fused_write_read(x, comb, post, out, self.fn, self.scale, self.base, weight, *numbers)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dsv4.ablation import Ablating
-from dsv4.block import Block, Blocks
-from dsv4.budget import keep_freed_memory
+from dsv4.block import Block, Blocks, passes_unseen
 from dsv4.call import Call, plan
 from dsv4.compiling import Compiling
 from dsv4.config import Dsv4Config
@@ -24,7 +23,7 @@ from dsv4.hyper_connection import HyperHead
 from dsv4.inputs import Input, resolve
 from dsv4.interventions import Interventions
 from dsv4.kernels.few_tokens import linear
-from dsv4.kernels.hyper_connection import collapse
+from dsv4.kernels.hyper_connection import CHUNK, collapse
 from dsv4.kernels.numeric import wide
 from dsv4.knockout import KnockingOut
 from dsv4.kv_cache import KVCache
@@ -88,7 +87,6 @@ class Dsv4(Watching, Interventions, Ablating, Freezing, KnockingOut, Splicing, P
         self.input_size: tuple[int, int] | None = None
         self.name_points()
         self.eval()
-        keep_freed_memory()
 
     def forward(
         self,
@@ -170,9 +168,14 @@ class Dsv4(Watching, Interventions, Ablating, Freezing, KnockingOut, Splicing, P
             tap.input_ids(call.input_ids)
         tap.attention_mask(call.valid.long())
         streams = self.embed(call, hidden) if start == 0 and (hidden is None or hidden.dim() == 3) else hidden
+        made_by = None
         for i in range(start, self.num_layers if stop is None else stop):
             if i not in self.skipped:
-                streams = self.layers[i](streams, call, None if kv is None else kv.layers[i])
+                block = self.layers[i]
+                # A block of somebody else's knows of no such word.
+                free = {"is_free": True} if streams.numel() > CHUNK and passes_unseen(made_by, block) else {}
+                streams = block(streams, call, None if kv is None else kv.layers[i], **free)
+                made_by = block
         streams = self.layers.leave(streams)
         if stop is not None:
             return streams.contiguous()

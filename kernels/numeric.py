@@ -9,8 +9,8 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-# Of what is looked through by the best of so many at a time.
-GROUP = 8
+# What is looked through by the best of so many neighbours, where there are at least so many groups for one that is kept.
+GROUP, GROUPS = 8, 3
 
 
 def wide(x: Tensor) -> Tensor:
@@ -49,26 +49,35 @@ def topk_lowest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         if all(a > b for a, b in pairwise(numbers)):
             # No two are equal: one order is possible.
             return best[..., :k], indices[..., :k]
-    # A float32 and its index packed into one int64 that sorts as (score descending, index ascending): every key differs.
-    bits = (scores.detach() + 0.0).contiguous().view(torch.int32)
-    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
     last = scores.shape[-1] - 1
-    index = torch.arange(last, -1, -1, device=scores.device)
-    keys = _best_keys((order << 32) | index, k)
+    index = torch.arange(last + 1, device=scores.device)
+    given = scores.detach()
+    if scores.is_cpu and not is_compiling() and 0 < GROUP * GROUPS * k <= scores.shape[-1]:
+        index = _candidates(given, k, index)
+        given = given.gather(-1, index)
+    keys = torch.topk(_keys(given, last - index), k, dim=-1).values
     indices = last - (keys & 0xFFFFFFFF)
     return scores.gather(-1, indices), indices
 
 
-def _best_keys(keys: Tensor, k: int) -> Tensor:
-    """The k largest of the last axis, all different, in falling order."""
-    columns = keys.shape[-1] // GROUP
-    if keys.device.type == "cpu" and k > 0 and columns >= 2 * k:
-        # Whoever is among the k best stands in one of the k groups whose best is best.
-        grouped = keys[..., : GROUP * columns].unflatten(-1, (GROUP, columns))
-        groups = torch.topk(grouped.amax(-2), k, dim=-1, sorted=False).indices.unsqueeze(-2)
-        candidates = grouped.gather(-1, groups.expand(*grouped.shape[:-1], k)).flatten(-2)
-        keys = torch.cat((candidates, keys[..., GROUP * columns :]), dim=-1)
-    return torch.topk(keys, k, dim=-1).values
+def _keys(scores: Tensor, rank: Tensor) -> Tensor:
+    """A float32 and a rank packed into one int64 that sorts as (score, rank): where ranks differ, every key does."""
+    bits = (scores + 0.0).contiguous().view(torch.int32)
+    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    return (order << 32) | rank
+
+
+def _candidates(scores: Tensor, k: int, index: Tensor) -> Tensor:
+    """Places among which the k best are, [... e] -> [... n]: whoever is one of them stands in one of the k groups of neighbours whose best
+    is best, of equal ones the first.
+    """
+    *rows, entries = scores.shape
+    groups = entries // GROUP
+    best = torch.nn.functional.max_pool1d(scores[..., : GROUP * groups].reshape(1, -1, GROUP * groups), GROUP).view(*rows, groups)
+    last = groups - 1
+    kept = last - (torch.topk(_keys(best, last - index[:groups]), k, dim=-1, sorted=False).values & 0xFFFFFFFF)
+    within = (kept.unsqueeze(-1) * GROUP + index[:GROUP]).flatten(-2)
+    return torch.cat((within, index[GROUP * groups :].expand(*rows, -1)), dim=-1)
 
 
 def sqrt_softplus(x: Tensor) -> Tensor:
