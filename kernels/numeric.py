@@ -52,7 +52,7 @@ def topk_lowest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     last = scores.shape[-1] - 1
     index = torch.arange(last + 1, device=scores.device)
     given = scores.detach()
-    if scores.is_cpu and not is_compiling() and 0 < GROUP * GROUPS * k <= scores.shape[-1]:
+    if scores.is_cpu and 0 < GROUP * GROUPS * k <= scores.shape[-1]:
         index = _candidates(given, k, index)
         given = given.gather(-1, index)
     keys = torch.topk(_keys(given, last - index), k, dim=-1).values
@@ -73,7 +73,12 @@ def _candidates(scores: Tensor, k: int, index: Tensor) -> Tensor:
     """
     *rows, entries = scores.shape
     groups = entries // GROUP
-    best = torch.nn.functional.max_pool1d(scores[..., : GROUP * groups].reshape(1, -1, GROUP * groups), GROUP).view(*rows, groups)
+    neighbours = scores[..., : GROUP * groups]
+    if is_compiling():
+        best = neighbours.unflatten(-1, (groups, GROUP)).amax(-1)
+    else:
+        # The same, several times as fast.
+        best = torch.nn.functional.max_pool1d(neighbours.reshape(1, -1, GROUP * groups), GROUP).view(*rows, groups)
     last = groups - 1
     kept = last - (torch.topk(_keys(best, last - index[:groups]), k, dim=-1, sorted=False).values & 0xFFFFFFFF)
     within = (kept.unsqueeze(-1) * GROUP + index[:GROUP]).flatten(-2)
