@@ -1,7 +1,6 @@
 """What a capture will take, before anything runs."""
 
 from collections.abc import Iterable
-from functools import cache
 
 import psutil
 import torch
@@ -18,16 +17,6 @@ MEMORY_SHARE = 0.5
 LISTED = 64
 # What stands in the names of values inside a spliced module.
 SPLICED = ".splice."
-# Just below the largest block that glibc learns from.
-LEARNED = 31 << 20
-
-
-@cache
-def keep_freed_memory() -> None:
-    """Have glibc keep up to 64 MB of what is freed for whoever asks next. It returns blocks to the system that are larger than any it has
-    seen freed, and captured values, freed after every run, would be paid for in page faults. Other allocators take no notice.
-    """
-    torch.empty(LEARNED, dtype=torch.uint8, device="cpu")
 
 
 def sizes(

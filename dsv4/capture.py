@@ -7,6 +7,7 @@ later hooks or later runs. With the graph kept it is the very tensor that the mo
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -16,12 +17,23 @@ from dsv4.hooks import HookPoint
 
 Pos = int | slice | Sequence[int] | Tensor | None
 POS_FORMS = "an int, a slice, a list of ints or an integer tensor [n] or [b, n]"
+# Just below the largest block that glibc learns from.
+LEARNED = 31 << 20
+
+
+@cache
+def keep_freed_memory() -> None:
+    """Have glibc keep up to 64 MB of what is freed for whoever asks next. It returns blocks to the system that are larger than any it has
+    seen freed, and captured values, freed after every run, would be paid for in page faults. Other allocators take no notice.
+    """
+    torch.empty(LEARNED, dtype=torch.uint8, device="cpu")
 
 
 class Capture:
     """One run's captures. `store(name, value)` receives each value once; `pos` is one of `as_pos`."""
 
     def __init__(self, store: Callable[[str, Tensor], None], *, pos: Pos = None, device=None, detach: bool = True):
+        keep_freed_memory()
         self.store, self.pos, self.device = store, pos, device
         self.keeps_graph = not detach
         self.positions: Tensor | None = None

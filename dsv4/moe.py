@@ -58,7 +58,8 @@ class SharedExpert(nn.Module):
     def neurons(self, x: Tensor) -> Tensor:
         """x [... hidden] -> [... I]."""
         gate, up = self.gate_proj, self.up_proj
-        if self.backend == "torch" and self.is_few(x):
+        is_read = self.backend == "torch" and self.form == "dense" and not (is_watched(gate) or is_watched(up))
+        if is_read and few_tokens.takes_gated(x, gate.weight, up.weight):
             return few_tokens.gated(x, gate.weight, up.weight, self.limit)
         if self.backend == "torch" or self.form is None or any(map(is_watched, (gate, up))):
             gate, up = gate(x), up(x)
@@ -69,15 +70,6 @@ class SharedExpert(nn.Module):
             held = (gate.weight, gate.weight_scale_inv, up.weight, up.weight_scale_inv)
             deployed = gate.numerics == "deployed"
         return gated_linear(x.flatten(0, -2), *held, self.limit, deployed).view(*x.shape[:-1], -1)
-
-    def is_few(self, x: Tensor) -> bool:
-        """Whether x is one row, for compiled code that reads dense weights."""
-        gate, up = self.gate_proj, self.up_proj
-        is_row = x.numel() == x.shape[-1] and x.dtype == torch.float32
-        if not is_row or self.form != "dense" or is_watched(gate) or is_watched(up):
-            return False
-        shape = (len(gate.weight), x.shape[-1])
-        return gate.weight.numel() <= few_tokens.SMALL and few_tokens.takes(x, 1, (gate.weight, shape), (up.weight, shape))
 
 
 class Moe(Probed):

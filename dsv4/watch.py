@@ -167,7 +167,6 @@ class Watching:
             return out, ActivationCache.load(to, "cpu" if device is None else device).with_model(self)
 
     def _capture(self, capture: Capture, names: list[str], input, run: dict) -> tuple[Tensor, Origin]:
-        budget.keep_freed_memory()
         points = [self.hook_dict[n] for n in names]
         self.stage.captures.append(capture)
         try:
